@@ -59,7 +59,7 @@ TASKS = (
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_rewards open_collector RolloutCollector RolloutConfig RolloutOptions RolloutSteps RolloutUpdates Reading "
-        "Rollout FixedPrompts choose_rollout_rows "
+        "Rollout FixedPrompts choose_rollout_rows SamplingTest SamplingTestOptions "
         "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
         "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),
@@ -71,7 +71,7 @@ TASKS = (
     Task(
         "Compute log-probabilities and scores",
         "",
-        "trained_logps trained_scores sequence_scores TreeReader token_logps "
+        "trained_logps trained_moments Moments trained_scores sequence_scores TreeReader token_logps "
         "completion_logps compute_per_token_logps get_per_token_logps "
         "get_per_token_logps_and_entropies Head token_divergences",
     ),

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import mesh_of_rows, over_pieces, row_parts
 from rlhf_core.runtime.machine import device_count, platform
+from rlhf_core.surprisal import LAMBDAS, Moments, raised
 
 __all__ = ["token_logps"]
 
@@ -28,6 +29,8 @@ CHUNK_BYTES = {"cpu": 16 * 2**20}
 """Bytes of float32 logits at a time, per device. On a CPU they should stay in the caches."""
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20
 """The same on other platforms."""
+MOMENTS_BYTES = 2 * 2**20
+"""The same on a CPU where moments are computed: ten passes over a block of logits should find it in a core's cache."""
 CHUNK_TOKENS = 128
 """The fewest tokens of a chunk, per device: each chunk reads and writes the whole kernel's float32 gradient."""
 BLOCK_WORDS = 128
@@ -66,8 +69,55 @@ def token_logps(
     cuts rows, each device has its part of K.
     Raises ValueError for shapes that do not fit and a temperature, softcap or number of tokens that is not positive.
     """
+    found = _compute(hidden, kernel, targets, temperature, softcap, at_once, absent, entropy=entropy)
+    return found.logps, found.entropies
+
+
+def token_moments(
+    hidden: jax.Array,
+    kernel: jax.Array | None,
+    targets: jax.Array | np.ndarray,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    at_once: tuple[Literal["tokens", "words"], int] | None = None,
+    absent: tuple[tuple[int, int], ...] = (),
+) -> Moments:
+    """Compute what `token_logps` does and, in the same pass, the variance of log p and the logs of Σ p^(1 + λ).
+
+    Arguments are those of `token_logps`. Gradients come through log-probabilities and entropies alone.
+    """
+    found = _compute(
+        hidden, kernel, targets, temperature, softcap, at_once, absent, entropy=True, moments=True
+    )
+    return Moments(found.logps, found.entropies, found.variances, found.powers)
+
+
+class _Found(NamedTuple):
+    """Results of a pass, float32 of the targets' shape; without moments the last two are ()."""
+
+    logps: jax.Array
+    entropies: jax.Array
+    variances: Any = ()
+    powers: tuple[jax.Array, ...] = ()
+
+
+def _compute(
+    hidden: jax.Array,
+    kernel: jax.Array | None,
+    targets: jax.Array | np.ndarray,
+    temperature: float,
+    softcap: float | None,
+    at_once: tuple[Literal["tokens", "words"], int] | None,
+    absent: tuple[tuple[int, int], ...],
+    *,
+    entropy: bool,
+    moments: bool = False,
+) -> _Found:
+    """Compute `token_logps`, or `token_moments`, in blocks or chunks."""
     if kernel is None:
-        return _of_logits(hidden, jnp.asarray(targets, jnp.int32), temperature, entropy, absent)
+        found = jnp.asarray(targets, jnp.int32)
+        return _of_logits(hidden, found, temperature, absent, entropy=entropy, moments=moments)
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[-1] != kernel.shape[0]:
         raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {hidden.shape}, {kernel.shape}")
     if tuple(targets.shape) != hidden.shape[:2]:
@@ -79,19 +129,19 @@ def token_logps(
         )
     words = kernel.shape[1]
 
-    def compute(axes: Any, hidden: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compute(axes: Any, hidden: jax.Array, targets: jax.Array) -> _Found:
         rows, length, _ = hidden.shape
         if unit == "words":
-            size = block_size(rows * length, words) if number is None else min(number, words)
+            size = block_size(rows * length, words, moments=moments) if number is None else min(number, words)
         elif number is None:
             size = chunk_size(rows * row_parts(), length, words)
         else:
             size = min(number, max(length, 1))
         cap = None if softcap is None else float(softcap)
-        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes)
+        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes, moments)
         return (over_vocabulary if unit == "words" else over_tokens)(hidden, kernel, targets, settings)
 
-    results: tuple[jax.Array, jax.Array] = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
+    results: _Found = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
     return results
 
 
@@ -99,20 +149,60 @@ def _of_logits(
     logits: jax.Array,
     targets: jax.Array,
     temperature: float,
-    entropy: bool,
     absent: tuple[tuple[int, int], ...],
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    entropy: bool,
+    moments: bool,
+) -> _Found:
     scaled = without(logits.astype(jnp.float32) / temperature, absent, logits.shape[-1])
     log_p = jax.nn.log_softmax(scaled)
     used = targets >= 0
     chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     mean = -(jnp.exp(log_p) * log_p).sum(-1) if entropy else jnp.zeros_like(chosen)
-    return jnp.where(used, chosen, 0.0), jnp.where(used, mean, 0.0)
+    found = _Found(jnp.where(used, chosen, 0.0), jnp.where(used, mean, 0.0))
+    if not moments:
+        return found
+    relative = jax.lax.stop_gradient(scaled - scaled.max(-1, keepdims=True))
+    return _with_moments(found, _sums(relative), used)
 
 
-def block_size(tokens: int, vocab: int) -> int:
+class _Sums(NamedTuple):
+    """Sums over words of exp(l - m) times 1, l - m and (l - m)², and of its powers 1 + λ; float32."""
+
+    total: jax.Array
+    mixed: jax.Array
+    squared: jax.Array
+    powers: tuple[jax.Array, ...]
+
+
+def _sums(relative: jax.Array) -> _Sums:
+    """Sum over words. relative: logits less the largest, float32 [..., words]."""
+    exp = jnp.exp(relative)
+    first = exp * relative
+    # The factor of an id without a token is very large: its square would be infinite, and 0 times it NaN.
+    squared = (first * relative).sum(-1)
+    powers = tuple(x.sum(-1) for x in raised(relative))
+    return _Sums(exp.sum(-1), first.sum(-1), squared, powers)
+
+
+def _with_moments(found: _Found, sums: _Sums, used: jax.Array) -> _Found:
+    """Add the variance and the logs of power sums. used: which targets there are."""
+    mean = sums.mixed / sums.total
+    variance = jnp.maximum(sums.squared / sums.total - jnp.square(mean), 0.0)
+    log_total = jnp.log(sums.total)
+    powers = [
+        jnp.log(power) - (1.0 + exponent) * log_total
+        for power, exponent in zip(sums.powers, LAMBDAS, strict=True)
+    ]
+    return found._replace(
+        variances=jnp.where(used, variance, 0.0), powers=tuple(jnp.where(used, x, 0.0) for x in powers)
+    )
+
+
+def block_size(tokens: int, vocab: int, *, moments: bool = False) -> int:
     """Choose the words per block: CHUNK_BYTES of logits, but at least BLOCK_WORDS, in blocks of similar sizes."""
-    largest = max(BLOCK_WORDS, _budget() // (4 * max(tokens, 1)))
+    budget = MOMENTS_BYTES if moments and platform() == "cpu" else _budget()
+    largest = max(BLOCK_WORDS, budget // (4 * max(tokens, 1)))
     words = math.ceil(vocab / math.ceil(vocab / largest))
     return min(vocab, math.ceil(words / BLOCK_WORDS) * BLOCK_WORDS)
 
@@ -143,6 +233,7 @@ class LogprobSettings(NamedTuple):
     absent: tuple[tuple[int, int], ...] = ()
     rows: tuple[str, ...] = ()
     """The mesh axes that rows are sharded over."""
+    moments: bool = False
 
 
 NEVER = -1e30
@@ -229,12 +320,16 @@ class _Seen(NamedTuple):
     """Σ exp(l - m) (l - m); zeros without entropy."""
     chosen: jax.Array
     """The target's logit, from its block on."""
+    squared: Any = ()
+    """Σ exp(l - m) (l - m)²; () without moments, as are the powers."""
+    powers: tuple[jax.Array, ...] = ()
+    """Σ exp(l - m)^(1 + λ)."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def over_vocabulary(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
-) -> tuple[jax.Array, jax.Array]:
+) -> _Found:
     """Compute `token_logps` by blocks of the vocabulary, each for all tokens, on a device that has the whole kernel.
 
     A pass reads the kernel once and writes every part of its gradient once, while chunks of tokens would read and write
@@ -257,7 +352,7 @@ def _blocks(words: int, size: int, one: Callable[[Any, Any, int], Any], start: A
 
 def _forward_blocks(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[_Found, tuple[jax.Array, ...]]:
     states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
     def one(seen: _Seen, first: Any, words: int) -> _Seen:
@@ -273,20 +368,35 @@ def _forward_blocks(
         at = wanted - first
         here = jnp.take_along_axis(logits, jnp.clip(at, 0, words - 1)[:, None], axis=1)[:, 0]
         chosen = jnp.where((at >= 0) & (at < words), here, seen.chosen)
-        return _Seen(top, seen.total * less + exp.sum(-1), mixed, chosen)
+        if not settings.moments:
+            return _Seen(top, seen.total * less + exp.sum(-1), mixed, chosen)
+        new = _sums(relative)
+        # exp of it is 0 long before its square, of a block without a token before this one, would be infinite.
+        down = jnp.maximum(seen.top - top, -1e3)
+        squared = (seen.squared + down * (2.0 * seen.mixed + down * seen.total)) * less + new.squared
+        powers = tuple(
+            old * factor + power
+            for old, factor, power in zip(seen.powers, raised(down), new.powers, strict=True)
+        )
+        return _Seen(top, seen.total * less + new.total, mixed, chosen, squared, powers)
 
     nothing = jnp.zeros(wanted.shape, jnp.float32)
     # Far below every logit, but finite: it is multiplied by zeros, which must stay 0.
     lowest = jnp.full(wanted.shape, jnp.finfo(jnp.float32).min / 4, jnp.float32)
-    seen = _blocks(kernel.shape[1], settings.size, one, _Seen(lowest, nothing, nothing, nothing))
+    start = _Seen(lowest, nothing, nothing, nothing)
+    if settings.moments:
+        start = start._replace(squared=nothing, powers=(nothing,) * len(LAMBDAS))
+    seen = _blocks(kernel.shape[1], settings.size, one, start)
     used, log_total = wanted >= 0, jnp.log(seen.total)
     # Relative to the largest logit, so that large logits do not cancel.
     logps = jnp.where(used, seen.chosen - seen.top - log_total, 0.0)
     entropies = jnp.where(used, log_total - seen.mixed / seen.total, 0.0) if settings.entropy else nothing
-    logps, entropies, normalizers = (
-        x.reshape(targets.shape) for x in (logps, entropies, seen.top + log_total)
-    )
-    return (logps, entropies), (hidden, kernel, targets, normalizers, entropies)
+    found = _Found(logps, entropies)
+    if settings.moments:
+        found = _with_moments(found, _Sums(seen.total, seen.mixed, seen.squared, seen.powers), used)
+    found = jax.tree.map(lambda x: x.reshape(targets.shape), found)
+    normalizers = (seen.top + log_total).reshape(targets.shape)
+    return found, (hidden, kernel, targets, normalizers, found.entropies)
 
 
 def _backward_blocks(
@@ -295,7 +405,7 @@ def _backward_blocks(
     hidden, kernel, targets, normalizers, entropies = residuals
     states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1)
     normalizer, entropy = (x.reshape(-1, 1) for x in (normalizers, entropies))
-    d_logp, d_entropy = (jnp.where(wanted >= 0, d.reshape(-1, 1), 0.0) for d in cotangents)
+    d_logp, d_entropy = (jnp.where(wanted >= 0, d.reshape(-1, 1), 0.0) for d in cotangents[:2])
 
     def one(carry: tuple[jax.Array, jax.Array], first: Any, words: int) -> tuple[jax.Array, jax.Array]:
         d_states, d_kernel = carry
@@ -345,7 +455,7 @@ def _placed(x: jax.Array, mesh: AbstractMesh | None, *axes: Any) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def over_tokens(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
-) -> tuple[jax.Array, jax.Array]:
+) -> _Found:
     """Compute `token_logps` by chunks of tokens, each over the whole vocabulary, which may be sharded over devices.
 
     The loop over chunks sends nothing of the kernel's size between devices: a kernel that `fsdp` shards is gathered
@@ -357,10 +467,10 @@ def over_tokens(
 
 def _forward_chunks(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+) -> tuple[_Found, tuple[jax.Array, ...]]:
     weights = _placed(kernel.astype(hidden.dtype), mesh_of_rows(hidden), None)
 
-    def one(xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def one(xs: tuple[jax.Array, jax.Array]) -> tuple[_Found, jax.Array]:
         chunk, target = xs
         logits, _ = capped(chunk, weights, settings, kernel.shape[1])
         # All relative to the largest logit, so that large logits do not cancel.
@@ -374,12 +484,15 @@ def _forward_chunks(
         if settings.entropy:
             mean = (exp * (logits - top)).sum(-1) / total
             entropies = jnp.where(used, jnp.log(total) - mean, 0.0)
-        return logps, entropies, top[..., 0] + jnp.log(total)
+        found = _Found(logps, entropies)
+        if settings.moments:
+            found = _with_moments(found, _sums(logits - top), used)
+        return found, top[..., 0] + jnp.log(total)
 
     length = hidden.shape[1]
     chunks = lax.map(one, (_chunks(hidden, settings.size), _chunks(targets, settings.size)))
-    logps, entropies, normalizers = (_joined(x, length) for x in chunks)
-    return (logps, entropies), (hidden, kernel, targets, normalizers, entropies)
+    found, normalizers = jax.tree.map(lambda x: _joined(x, length), chunks)
+    return found, (hidden, kernel, targets, normalizers, found.entropies)
 
 
 def _backward_chunks(
@@ -387,7 +500,7 @@ def _backward_chunks(
 ) -> tuple[jax.Array, jax.Array, Any]:
     hidden, kernel, targets, normalizers, entropies = residuals
     used = targets >= 0
-    d_logps, d_entropies = (jnp.where(used, d, 0.0) for d in cotangents)
+    d_logps, d_entropies = (jnp.where(used, d, 0.0) for d in cotangents[:2])
     mesh = mesh_of_rows(hidden)
     weights = _placed(kernel.astype(hidden.dtype), mesh, None)
     shards = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in settings.rows)

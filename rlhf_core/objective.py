@@ -14,21 +14,24 @@ import numpy as np
 
 from rlhf_core.contracts import LossOutput
 from rlhf_core.errors import InputError, RunError, code_location, error_line
-from rlhf_core.logprobs import token_logps
+from rlhf_core.logprobs import token_logps, token_moments
 from rlhf_core.mesh import take_tokens
 from rlhf_core.metrics import Balance, Mean, Uneven, Unused
 from rlhf_core.models.experts import Load, recording
 from rlhf_core.packing.rows import REPEATED
+from rlhf_core.surprisal import Moments
 
 if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing.rows import Packed
 
 __all__ = [
+    "Moments",
     "loss_output",
     "sequence_scores",
     "sequence_sums",
     "trained_logps",
+    "trained_moments",
     "trained_scores",
     "trained_sequence",
     "trained_weight",
@@ -50,6 +53,25 @@ def trained_logps(
     With entropy=False the second array is zeros. replay: send tokens to the experts of `batch.routes`, as an objective
     does for the models that it trains.
     """
+    states, kernel, targets, options = _head(model, params, batch, temperature, replay=replay)
+    return token_logps(states, kernel, targets, entropy=entropy, **options)
+
+
+def trained_moments(
+    model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, replay: bool = False
+) -> Moments:
+    """Compute what `trained_logps` does with entropies, and the moments that the sampling test needs, in one pass.
+
+    Gradients come through log-probabilities and entropies alone. `Moments.named` returns all as values of an objective.
+    """
+    states, kernel, targets, options = _head(model, params, batch, temperature, replay=replay)
+    return token_moments(states, kernel, targets, **options)
+
+
+def _head(
+    model: Definition, params: Any, batch: Packed, temperature: float, *, replay: bool
+) -> tuple[jax.Array, jax.Array | None, jax.Array, dict[str, Any]]:
+    """Return what the head reads at every trained token: hidden states, the unembedding, targets and options."""
     rows = batch.rows
     with recording([model], routes=batch.routes) if replay else nullcontext():
         hidden = model.hidden(params, rows.tokens, rows.positions, rows.visible_until)
@@ -57,15 +79,7 @@ def trained_logps(
     tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(batch.trained, 0), axis=1)
     targets = jnp.where(batch.trained >= 0, tokens, -1)
     kernel, softcap = model.unembedding(params)
-    return token_logps(
-        states,
-        kernel,
-        targets,
-        temperature=temperature,
-        softcap=softcap,
-        entropy=entropy,
-        absent=model.absent,
-    )
+    return states, kernel, targets, {"temperature": temperature, "softcap": softcap, "absent": model.absent}
 
 
 def trained_weight(batch: Packed) -> jax.Array:

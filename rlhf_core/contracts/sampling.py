@@ -66,6 +66,7 @@ class _Rollouts(NamedTuple):
     mask: np.ndarray
     version: np.ndarray
     routes: np.ndarray
+    engine: np.ndarray
 
 
 class Rollouts(_Rollouts):
@@ -81,6 +82,7 @@ class Rollouts(_Rollouts):
     version: int32 [N]: the number of updates applied to the policy that wrote the completion; default: 0.
     routes: int8 or int16 [N, C, layers, k]: the experts that each token was sent to when it was read, in every layer
         with experts; -1 where it was not read, as a completion's last token. Default: [N, C, 0, 0], not known.
+    engine: int16 [N]: which of several engines wrote the completion, in the order of `sampler.urls`; default: 0.
     """
 
     __slots__ = ()
@@ -94,6 +96,7 @@ class Rollouts(_Rollouts):
         mask: np.ndarray | None = None,
         version: np.ndarray | None = None,
         routes: np.ndarray | None = None,
+        engine: np.ndarray | None = None,
     ) -> Self:
         import numpy as np
 
@@ -103,7 +106,9 @@ class Rollouts(_Rollouts):
             version = np.zeros(np.shape(lengths), np.int32)
         if routes is None:
             routes = np.zeros((*tokens.shape, 0, 0), np.int8)
-        return super().__new__(cls, tokens, lengths, logps, finished, mask, version, routes)
+        if engine is None:
+            engine = np.zeros(np.shape(lengths), np.int16)
+        return super().__new__(cls, tokens, lengths, logps, finished, mask, version, routes, engine)
 
 
 class Weights:
@@ -243,7 +248,8 @@ class SamplerFunction(Protocol):
     `retire(before)`, called when no rollout needs versions below `before` any more. It may have `receipt(policy)`,
     metrics of how it was proven that the policy is held, and `verdict(version, difference)`, called after each rollout
     that the policy that sampled it was trained on, where no rollouts are sampled ahead: difference is the mean absolute
-    difference of its log-probabilities from the trainer's, nats, and a text that is returned ends the run.
+    difference of its log-probabilities from the trainer's, nats, and a text that is returned ends the run. One with
+    several engines has `engines`, their number, and says in `Rollouts.engine` which wrote a completion.
     Another, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
     prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
     conversations take each turn together, in a call whose prompts are all that was said.

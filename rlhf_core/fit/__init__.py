@@ -408,11 +408,11 @@ class _Run:
             step, guard, update, metrics, values = self.pending.pop(0)
             if int(guard) < 0:
                 self.progress.tokens += update.tokens
-                self.progress.window.add(update, metrics)
+                found = self.hand_out(step + 1, update, values)
+                self.progress.window.add(update._replace(metrics={**update.metrics, **found}), metrics)
                 measured = getattr(self.updates, "measured", None)
                 if measured is not None and self.reason is None:
                     self.reason = measured(step, metrics)
-                self.hand_out(step + 1, update, values)
                 continue
             if problem := nonfinite_weights(state.model, state.params):  # as they were loaded
                 raise InputError(
@@ -423,9 +423,13 @@ class _Run:
             culprits = find_nonfinite_rows(steps, sound, update, self.updates.shapes(), self.mesh)
             raise nonfinite_error(self.stage, step, culprits)
 
-    def hand_out(self, count: int, update: Update, values: Sequence[Values]) -> None:
-        """Call the actions that take values of update `count`, as far as they are due."""
-        at = Moment(count, None, ends=count >= self.updates.total)
+    def hand_out(self, count: int, update: Update, values: Sequence[Values]) -> dict[str, float]:
+        """Call the actions that take values of update `count`, as far as they are due; return its metrics from them."""
+        found: dict[str, float] = {}
         for action in self.reads:
+            at = Moment(count, None, ends=count >= self.updates.total)
             if action.due(at):
-                action.run(replace(at, values=read_values(update, values, action.values)))
+                at.values = read_values(update, values, action.values)
+                found |= action.run(at) or {}
+                self.reason = self.reason or at.reason
+        return found

@@ -74,7 +74,7 @@ class Action:
         reference; "measure", what returns metrics, such as an evaluation; "watch", what reads the metrics of the step,
         `at.metrics`, and may end the run with `at.stop(reason)`; "show", what shows completions.
     values: {name: "token" or "sequence"} of the objective's values that `run` gets as `at.values`. It is then called
-        when the next update has begun, and can neither read the state nor log.
+        when the next update has begun, and cannot read the state; metrics that it returns are those of the update.
     name, bytes: of what it takes per device while it runs, for forecasts.
     """
 

@@ -41,7 +41,8 @@ def read_values(
     examples = np.concatenate(
         [batch.example[there] for batch, there in zip(update.batches, used, strict=True)]
     )
-    order = np.argsort(numbers, kind="stable")
+    # The turns of an episode may be examples of their own, in any rows.
+    order = np.lexsort((examples, numbers))
     fetched = jax.device_get(list(found))
     arrays: dict[str, Any] = {}
     for name, each in per.items():

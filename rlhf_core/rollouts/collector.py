@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import Component
     from rlhf_core.contracts import SamplerFunction
     from rlhf_core.environments import EnvironmentOptions, EpisodeSettings
+    from rlhf_core.rollouts.sampling_test import SamplingTestOptions
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
 
@@ -51,6 +52,7 @@ class RolloutOptions:
     ahead: how many rollouts are sampled ahead of the one that is trained on. journal: how long the rollouts stay on
         disk: "keep" all, or "until_checkpoint", as long as a checkpoint may need them.
     replay_routes: whether trees carry the experts that the sampler sent tokens to, see `RolloutCollector.routes`.
+    test: how a trainer that computes what the sampling test needs has its sampler tested.
     """
 
     max_prompt_length: int
@@ -65,6 +67,7 @@ class RolloutOptions:
     ahead: int = 0
     journal: Literal["keep", "until_checkpoint"] = "keep"
     replay_routes: bool = False
+    test: SamplingTestOptions | None = None
 
 
 class Drawn(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,8 @@ VALUE = "value_"
 EPISODES = "episodes_"
 """Precedes the names of the arrays of `Conversations` in a checkpoint."""
 ARRAYS = ("prompts", "rewards", "total", "advantages")
+SAMPLED = {"tokens": "<i4", "lengths": "<i4", "logps": "<f4", "finished": "?", "mask": "?", "version": "<i4"}
+"""The arrays that `digest` reads, and their types."""
 ENVIRONMENT_REWARDS = "environment_rewards"
 """The column that episodes add to those of their rows; a sample has it under `turns`."""
 LONGEST_CELL = 1000
@@ -453,6 +456,16 @@ class Rollout:
         """Describe how completion i was scored, for `rows`."""
         each = {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)}
         return {"reward": _number(self.total[i]), "rewards": each} if rewards else {}
+
+
+def digest(samples: Rollouts) -> str:
+    """Return the SHA-256 of a rollout's completions, in hexadecimal: of the bytes of the arrays of SAMPLED, one after
+    the other.
+    """
+    whole = hashlib.sha256()
+    for name, dtype in SAMPLED.items():
+        whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
+    return whole.hexdigest()
 
 
 def _joined_inputs(parts: Sequence[RewardInputs]) -> RewardInputs:

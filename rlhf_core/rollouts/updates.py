@@ -24,6 +24,7 @@ from rlhf_core.rollouts.journal import Journal, JournalEntry, numbers
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
 from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
+from rlhf_core.rollouts.sampling_test import SamplingTest
 from rlhf_core.training.context import Context
 from rlhf_core.training.reference import Reference
 
@@ -102,15 +103,18 @@ class RolloutUpdates:
         *,
         reference: Reference | None = None,
         reading: Reading | None = None,
+        test: SamplingTest | None = None,
         completions_to_print: int = 0,
     ) -> None:
         """layout: of micro-batches. reference: micro-batches that carry `ref_logps` have NaN in place of them while the
-        policy is the reference. reading: what reads each rollout. completions_to_print: of a logged rollout.
+        policy is the reference. reading: what reads each rollout. test: of the sampler, whose evidence checkpoints
+        hold. completions_to_print: of a logged rollout.
         """
         config, options = context.config, collector.options
         self.options = options
         self.stage, self.collector, self.prompts = context.stage, collector, collector.prompts
         self.layout, self.steps, self.reference, self.reading = layout, steps, reference, reading
+        self.test = test
         self.stream = collector.prompts if isinstance(collector.prompts, PromptStream) else None
         count, updates = 0 if self.stream else len(collector.prompts), options.updates_per_rollout
         if count:
@@ -393,6 +397,8 @@ class RolloutUpdates:
             "rewards": self._rewards,
             "settled": self._settled,
         }
+        if self.test is not None:
+            host["sampling_test"] = self.test.snapshot()
         if self.stream is not None:
             host["prompts"] = self.stream.snapshot()
         if self.journal is not None and self.options.journal == "until_checkpoint":
@@ -413,6 +419,8 @@ class RolloutUpdates:
         self.sampled_rollouts, self.ledger = host["sampled"], Ledger(**host["ledger"])
         order.following, order.returned = host["following"], host["returned"]
         order.extra_rounds, order.rounds = host["extra_rounds"], host.get("rounds", 1)
+        if self.test is not None:
+            self.test.restore(host.get("sampling_test", {}))
         self.journal = self._open_journal()
         restore(self.collector.rewards, host["rewards"])
         self._rewards = host["rewards"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from rlhf_core.surprisal import LAMBDAS, MOMENTS
 
 LENGTH, DIM = 7, 16
 
@@ -51,3 +54,29 @@ def reference(
         d_hidden[row, k] = kernel @ d_raw
         d_kernel += np.outer(hidden[row, k], d_raw)
     return logps, entropies, d_hidden, d_kernel
+
+
+def moments(
+    hidden: Any,
+    kernel: Any,
+    targets: np.ndarray,
+    temperature: float,
+    softcap: float | None,
+    absent: Sequence[int] = (),
+) -> dict[str, np.ndarray]:
+    """What `Moments.named` returns, float64, token by token. absent: ids that have probability 0."""
+    hidden, kernel = np.asarray(hidden, np.float64), np.asarray(kernel, np.float64)
+    found = {name: np.zeros(targets.shape) for name in MOMENTS}
+    present = np.setdiff1d(np.arange(kernel.shape[1]), absent)
+    for row, k in zip(*np.nonzero(targets >= 0), strict=True):
+        raw = hidden[row, k] @ kernel
+        logits = (raw if softcap is None else softcap * np.tanh(raw / softcap)) / temperature
+        log_p = logits - np.logaddexp.reduce(logits[present])
+        p = np.exp(log_p[present])
+        entropy = -(p * log_p[present]).sum()
+        found["surprisal/logps"][row, k] = log_p[targets[row, k]]
+        found["surprisal/entropies"][row, k] = entropy
+        found["surprisal/variances"][row, k] = (p * log_p[present] ** 2).sum() - entropy**2
+        for exponent, name in zip(LAMBDAS, MOMENTS[3:], strict=True):
+            found[name][row, k] = np.log((p ** (1 + exponent)).sum())
+    return found

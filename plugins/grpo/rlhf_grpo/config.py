@@ -16,7 +16,7 @@ from rlhf_core import (
     Options,
     RolloutConfig,
 )
-from rlhf_core.rollouts import EnvironmentOptions, WeightedReward
+from rlhf_core.rollouts import EnvironmentOptions, SamplingTestOptions, WeightedReward
 from rlhf_core.sampling import SamplingOptions
 
 
@@ -50,6 +50,12 @@ class Limits(Options):
     )
     entropy: float | None = Field(
         default=None, gt=0, description="lower bound on the mean entropy, nats per token"
+    )
+    surprisal_gap: float = Field(
+        default=0.02,
+        ge=0,
+        description="nats per token by which the mean surprisal of completions may differ from the policy's entropy; "
+        "evidence of 1e9 to 1 that it differs by more ends the run; 0: it is only logged",
     )
 
 
@@ -244,6 +250,24 @@ class GRPOConfig(RolloutConfig):
     def keeps_reference(self) -> bool:
         """Whether the policy is compared with the model it started from: for the penalty, or to watch the distance."""
         return self.kl.beta > 0 or self.limits.kl is not None
+
+    @property
+    def sampling_test(self) -> SamplingTestOptions:
+        """How the sampler is tested: by the training pass, where it reads all tokens as the sampler did."""
+        tolerance = self.limits.surprisal_gap
+        if self.updates_per_rollout > 1:
+            return SamplingTestOptions(tolerance, "rollout")
+        if self.lora is not None and self.lora.dropout:
+            return SamplingTestOptions(
+                tolerance, "rollout", "every token, since lora.dropout acts in training"
+            )
+        cut = (
+            "completions that mask_truncated_completions leaves out"
+            if self.mask_truncated_completions
+            else ""
+        )
+        failed = "the tokens of failed episodes" if self.environment is not None else ""
+        return SamplingTestOptions(tolerance, "update", " and ".join(filter(None, (cut, failed))))
 
     @property
     def prompts_per_rollout(self) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rlhf_core import POLICY_LOSS, PolicyInputs
 from rlhf_core.metrics import Max, Mean, Metric, Min
-from rlhf_core.objective import loss_output, trained_logps, trained_sequence, trained_weight
+from rlhf_core.objective import loss_output, trained_logps, trained_moments, trained_sequence, trained_weight
 from rlhf_grpo.losses import Level, ratio
 
 if TYPE_CHECKING:
@@ -161,14 +161,19 @@ def objective(
     temperature: float,
     correction: SamplerCorrection | None = None,
     num_items: Any = None,
-) -> tuple[Mean | Mapping[str, Mean], Mapping[str, Metric]]:
-    """Compute the loss and metrics of rows.
+    moments: bool = False,
+) -> tuple[Any, ...]:
+    """Compute the loss and metrics of rows, and with `moments` the values that the sampling test reads.
 
     Per trained token they carry `advantages` and, where they are known, `sampling_logps`, `old_logps` (without: the
     policy's own, so that the ratio is 1 with its gradient), `ref_logps` (NaN: this policy is the reference) and `kept`;
     per sequence `reward`, where it is known. num_items: as for `combine`.
     """
-    logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
+    if moments:
+        found = trained_moments(model, params, batch, temperature=temperature)
+        logps, entropies = found.logps, found.entropies
+    else:
+        logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
     mask, sequence = trained_weight(batch), trained_sequence(batch)
     values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
     own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
@@ -198,4 +203,6 @@ def objective(
         importance=corrected,
         num_items=num_items,
     )
-    return value, metrics if sampling is None else metrics | mismatch(inputs, sampling, corrected)
+    if sampling is not None:
+        metrics |= mismatch(inputs, sampling, corrected)
+    return (value, metrics, found.named()) if moments else (value, metrics)

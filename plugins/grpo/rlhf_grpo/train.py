@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts
+from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts, RunError
 from rlhf_core.fit import Action, TreeReader
-from rlhf_core.objective import trained_logps
+from rlhf_core.objective import Moments, trained_logps, trained_moments
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
@@ -23,6 +23,7 @@ from rlhf_core.rollouts import (
     RolloutCollector,
     RolloutOptions,
     RolloutUpdates,
+    SamplingTest,
     choose_rollout_rows,
     open_collector,
     open_rewards,
@@ -72,15 +73,18 @@ def build(config: GRPOConfig, context: Context) -> Build:
     # The model that is trained may compute attention otherwise than samplers, which all take `policy`.
     model, layout = choose_rollout_rows(context, policy, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
-    policies = PolicyReader(config, logps, reference, layout, context.mesh, collector.routes)
+    moments = partial(trained_moments, model.definition, temperature=temperature)
+    policies = PolicyReader(config, logps, reference, layout, context.mesh, collector.routes, moments)
     context.ahead(policies.compile, model.params)
+    test = SamplingTest(collector, config.sampling_test)
     updates = RolloutUpdates(
         context,
         collector,
         layout,
-        GRPOSteps(config, collector, advantage, policies, layout),
+        GRPOSteps(config, collector, advantage, policies, layout, test),
         reference=reference,
         reading=policies.reading,
+        test=test,
         completions_to_print=config.num_completions_to_print if config.log_completions else 0,
     )
     context.warn(*grpo_warnings(config, loss, updates=updates.total))
@@ -89,6 +93,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
     own = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, policy.as_stored)
     shown = next(iter(held_out.values()), own)
     actions = context.evaluations(lambda field: held_out[field].evaluate) if held_out else []
+    actions += test.actions
     if moves and reference:
         actions.append(_reference_sync(config, context, reference))
     if config.limits.kl is not None or config.limits.entropy is not None:
@@ -106,6 +111,7 @@ def build(config: GRPOConfig, context: Context) -> Build:
             Terms.of(config),
             temperature=temperature,
             correction=config.correction,
+            moments=bool(test.actions),
         ),
         [*actions, shown.previews(end=not held_out)],
         held={} if reference is None else {"reference": reference.copied},
@@ -120,6 +126,7 @@ def _sampled(config: GRPOConfig) -> RolloutOptions:
         max_rounds=config.dynamic_sampling.max_rounds if config.dynamic_sampling else 1,
         environment=config.environment,
         replay_routes=config.replay_routes,
+        test=config.sampling_test,
     )
 
 
@@ -191,10 +198,11 @@ class GRPOSteps:
         advantage: Advantage,
         policies: PolicyReader,
         layout: Layout,
+        test: SamplingTest | None = None,
     ) -> None:
         self.config, self.collector, self.prompts = config, collector, collector.prompts
         self.advantage, self.policies = advantage, policies
-        self.layout = layout
+        self.layout, self.test = layout, test
         self.keeps_share = config.top_entropy_quantile < 1
         read = [name for name in policies.names if name != "entropies"]
         self.token_names = (*SAMPLED, "advantages", *read, *(("kept",) if self.keeps_share else ()))
@@ -203,15 +211,52 @@ class GRPOSteps:
     def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
         in_reward = config.kl.place == "reward" and "ref_logps" in self.policies.names
-        if self.policies.names:
+        trained, moments = self._mask(rollout), {}
+        mask = trained
+        if self.policies.names or self.policies.moments:
             # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
-            mask = rollout.samples.mask if in_reward else self._mask(rollout)
+            mask = rollout.samples.mask if in_reward or self.policies.moments else trained
             values = self.policies.read(rollout.trees(self.prompts, mask=mask), state.params)
+            moments = {name: values.pop(name) for name in self.policies.moments}
             rollout = rollout.with_token_values(values, mask=mask)
+        if self.test is not None:
+            rollout = self._test(self.test, rollout, trained, mask, moments, state)
         if in_reward and not self.policies.at_reference(state.params):
             penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
             rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
         return rollout.with_advantages(self.advantage, self.collector.rewards, name=config.advantage.name)
+
+    def _test(
+        self,
+        test: SamplingTest,
+        rollout: Rollout,
+        trained: NDArray[np.bool_],
+        mask: NDArray[np.bool_],
+        moments: Mapping[str, Sequence[NDArray[np.float32]]],
+        state: TrainState,
+    ) -> Rollout:
+        """Begin the sampling test of a rollout; return it, with the metrics of a test that no update completes.
+
+        trained: the tokens that updates read; mask: those that were read, with the moments, which may be {}. Tokens
+        that neither has are read here. Raises RunError where the completions are not drawn from the policy.
+        """
+        sampled = test.begin(rollout, trained)
+        if moments:
+            test.add(mask, moments)
+        known = mask if moments else trained
+        if (left := sampled & ~known).any():
+            trees = [
+                tree
+                for tree in rollout.trees(self.prompts, mask=left)
+                if any(weights.any() for weights in tree.weights or ())
+            ]
+            test.add(left, self.policies.read_moments(trees, state.params))
+        if test.actions:
+            return rollout
+        metrics = test.finish()
+        if (problem := test.problem()) is not None:
+            raise RunError(f"stage '{self.collector.stage.name}': {problem}")
+        return replace(rollout, metrics={**rollout.metrics, **metrics})
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)
@@ -241,12 +286,26 @@ Logps: TypeAlias = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 def read_values(
-    logps: Logps, names: Sequence[str], params: Mapping[str, Any], batch: Packed
+    logps: Logps,
+    moments: Callable[..., Moments] | None,
+    names: Sequence[str],
+    params: Mapping[str, Any],
+    batch: Packed,
 ) -> dict[str, jax.Array]:
-    """Compute the named values per trained token, {name: float32 [rows, trained]}; params: by policy."""
+    """Compute the named values per trained token, {name: float32 [rows, trained]}; params: by policy.
+
+    moments: as `logps`, returns what `trained_moments` does; None where none are among the names.
+    """
+    replay = {} if batch.routes is None else {"replay": True}
+    every: dict[str, jax.Array] = {}
     # What is not returned is not computed: the compiler leaves it out.
-    old, entropies = logps(params["policy"], batch, **({} if batch.routes is None else {"replay": True}))
-    every = {"old_logps": old, "entropies": entropies}
+    if moments is None:
+        old, entropies = logps(params["policy"], batch, **replay)
+    else:
+        found = moments(params["policy"], batch, **replay)
+        old, entropies = found.logps, found.entropies
+        every |= found.named()
+    every |= {"old_logps": old, "entropies": entropies}
     if "reference" in params:
         every["ref_logps"] = logps(params["reference"], batch)[0]
     return {name: every[name] for name in names}
@@ -256,6 +315,9 @@ class PolicyReader:
     """Reads rollouts with the policy of their start and with the reference, as far as the config needs that.
 
     names: of what `read` returns: `old_logps` where the policy moves during a rollout, `ref_logps`, `entropies`.
+    moments: of what it returns besides, those of the sampling test where no update computes them.
+
+    logps, moments: (params, batch) → what `trained_logps` and `trained_moments` do; None: there is no sampling test.
     """
 
     def __init__(
@@ -266,6 +328,7 @@ class PolicyReader:
         layout: Layout,
         mesh: Any,
         routes: jax.ShapeDtypeStruct | None = None,
+        moments: Callable[..., Moments] | None = None,
     ) -> None:
         self.reference = reference
         self.names = (
@@ -273,18 +336,29 @@ class PolicyReader:
             *(("ref_logps",) if reference is not None else ()),
             *(("entropies",) if config.top_entropy_quantile < 1 else ()),
         )
-        self._reader = TreeReader(
-            partial(read_values, logps, self.names), layout, mesh, per="token", routes=routes
+        reads_moments = moments is not None and config.sampling_test.read_by == "rollout"
+        self.moments = Moments.names() if reads_moments else ()
+        self._reader, self._moments = (
+            TreeReader(partial(read_values, logps, of, names), layout, mesh, per="token", routes=routes)
+            for of, names in (
+                (moments if reads_moments else None, (*self.names, *self.moments)),
+                (moments, Moments.names()),
+            )
         )
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""
-        if self.names:
+        if self.names or self.moments:
             self._reader.compile(self._policies(params))
 
     def read(self, trees: Sequence[Tree], params: Any) -> dict[str, list[NDArray[np.float32]]]:
         """Return {name: a value per trained token of every branch}. params: the policy's, as they are now."""
         values: dict[str, list[NDArray[np.float32]]] = self._reader(self._policies(params), trees)
+        return values
+
+    def read_moments(self, trees: Sequence[Tree], params: Any) -> dict[str, list[NDArray[np.float32]]]:
+        """Return the moments of the sampling test as `read` does its values."""
+        values: dict[str, list[NDArray[np.float32]]] = self._moments({"policy": params}, trees)
         return values
 
     def _policies(self, params: Any) -> dict[str, Any]:
@@ -293,10 +367,12 @@ class PolicyReader:
     @property
     def reading(self) -> Reading | None:
         """What a compiler needs to know of `read`; None where nothing is read."""
-        policy = ("parameters", "frozen parameters") if {"old_logps", "entropies"} & set(self.names) else ()
+        reads_policy = self.moments or {"old_logps", "entropies"} & set(self.names)
+        policy = ("parameters", "frozen parameters") if reads_policy else ()
         # A reference shares the frozen parameters.
         reference = ("reference", "frozen parameters") if "ref_logps" in self.names else ()
-        return Reading(self._reader, self._policies, (*policy, *reference)) if self.names else None
+        held = (*policy, *reference)
+        return Reading(self._reader, self._policies, held) if held else None
 
     def at_reference(self, params: Any) -> bool:
         """Return whether the policy is the reference, so that their KL is 0. params: the policy's, as they are now."""

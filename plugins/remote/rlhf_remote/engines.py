@@ -44,13 +44,14 @@ class SampledCompletion(NamedTuple):
     """A completion: its ids, their log-probabilities at the request's temperature, and whether it ended by itself.
 
     versions: what the engine calls the weights that wrote it, where it says so. The ids are as the engine sent them;
-    `require_logps` says whether they can be ids.
+    `require_logps` says whether they can be ids. engine: which of a stage's wrote it, in the order of its urls.
     """
 
     ids: list[int]
     logps: list[float]
     finished: bool
     versions: tuple[str, ...] = ()
+    engine: int = 0
 
 
 class Served(NamedTuple):

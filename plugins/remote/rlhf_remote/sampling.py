@@ -93,6 +93,7 @@ class PublishingSampler:
         if key not in _STATIONS:
             _STATIONS[key] = [Station(kind(url, options.api_key, options.timeout)) for url in options.urls]
         self.stations = _STATIONS[key]
+        self.engines = len(self.stations)
         self._closed = self._leaves = False
         self._names: dict[str, str] = {}
         self._probes: dict[int, np.ndarray] = {}
@@ -276,7 +277,8 @@ class PublishingSampler:
             for each in drawn:
                 require_logps(each, engine.url, self.inputs.definition.vocab_size)
                 require_end(each, engine.url, wanted, self._has_stop_string)
-            return drawn
+            place = [station.engine for station in self.stations].index(engine)
+            return [each._replace(engine=place) for each in drawn]
 
         try:
             return self._anywhere(policy, ask)
@@ -296,7 +298,8 @@ class PublishingSampler:
         for row, each in enumerate(drawn):
             tokens[row, : len(each.ids)], logps[row, : len(each.ids)] = each.ids, each.logps
         lengths = np.array([len(each.ids) for each in drawn], np.int32)
-        return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]))
+        engine = np.array([each.engine for each in drawn], np.int16)
+        return Rollouts(tokens, lengths, logps, np.array([each.finished for each in drawn]), engine=engine)
 
     def _anywhere(
         self, policy: PublishedPolicy, ask: Callable[[Any, str], list[SampledCompletion]]

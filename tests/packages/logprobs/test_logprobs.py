@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import logprobs
-from rlhf_core.logprobs import token_logps
+from rlhf_core.logprobs import token_logps, token_moments
 from tests.shared import logprob_cases as cases
 
 problem, reference = cases.problem, cases.reference
@@ -80,6 +80,38 @@ def test_absent_ids_are_left_out_of_the_softmax_and_get_no_gradient(cut: dict[st
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
     np.testing.assert_allclose(d_whole[:, present], d_kernel, atol=2e-5, rtol=2e-5)
     assert not np.delete(d_whole, present, axis=1).any()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0], ids=["uniform", "ordinary", "nearly deterministic"])
+@pytest.mark.parametrize("cut", [*CUTS, {"at_once": ("words", 5)}, {"kernel": None}], ids=str)
+def test_moments_equal_float64_and_leave_values_and_gradients_as_they_are(
+    cut: dict[str, Any], scale: float
+) -> None:
+    """The first and the last block hold none but ids without a token, which are by far the likeliest."""
+    hidden, kernel, targets, g, h = problem()
+    absent = np.r_[0:6, 9, 25:31]
+    kernel = (kernel * scale).at[:, absent].add(50.0)
+    targets = np.where((targets < 0) | np.isin(targets, absent), -1, targets)
+    options: Any = {"temperature": 1.3, "absent": ((0, 6), (9, 10), (25, 31))}
+    if "kernel" in cut:
+        hidden, kernel, cut = hidden @ kernel, None, {}
+    factors = jnp.asarray(g, jnp.float32), jnp.asarray(h, jnp.float32)
+
+    def total(hidden: Any, kernel: Any, compute: Any, **entropy: Any) -> Any:
+        found = compute(hidden, kernel, targets, **entropy, **options, **cut)
+        return sum(jnp.vdot(x, factor) for x, factor in zip(found[:2], factors, strict=True)), found
+
+    gradient = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True), static_argnames=("compute", "entropy"))
+    gradients, found = gradient(hidden, kernel, compute=token_moments)
+    plain_gradients, plain = gradient(hidden, kernel, compute=token_logps, entropy=True)
+    weights = np.eye(31) if kernel is None else kernel
+    expected = cases.moments(hidden, weights, targets, 1.3, None, absent)
+    for name, values in found.named().items():
+        np.testing.assert_allclose(values, expected[name], atol=3e-5, rtol=3e-5, err_msg=name)
+    for a, b in zip(
+        jax.tree.leaves((found[:2], gradients)), jax.tree.leaves((plain, plain_gradients)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5)
 
 
 def test_without_entropy_the_log_probs_and_their_gradient_are_the_same() -> None:

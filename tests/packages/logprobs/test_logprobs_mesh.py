@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from rlhf_core.logprobs import token_logps
+from rlhf_core.logprobs import token_logps, token_moments
 from rlhf_core.mesh import (
     ROW_AXES,
     abstract_rows,
@@ -91,6 +91,17 @@ def test_values_and_gradients_equal_float64(shape: tuple[int, int, int], kind: s
     (_, results), (d_hidden, d_weights) = compiled(hidden, weights, *others)
     assert d_weights.dtype == kernel_dtype
     assert_equal((*results, d_hidden, d_weights.T if tied else d_weights), expected, dtype)
+
+
+def test_moments_of_words_on_several_devices_equal_float64() -> None:
+    hidden, kernel, targets, *_ = cases.problem(rows=8, vocab=32)
+    mesh = make_mesh(*MIXED)
+    placed = jax.device_put(kernel, shardings(mesh, kernel, tied=False))
+    compute = partial(token_moments, temperature=1.3, softcap=2.5, at_once=("tokens", 3))
+    found = jax.jit(compute)(put_rows(mesh, hidden), placed, put_rows(mesh, targets))
+    expected = cases.moments(hidden, kernel, targets, 1.3, 2.5)
+    for name, values in found.named().items():
+        np.testing.assert_allclose(values, expected[name], atol=3e-5, rtol=3e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(

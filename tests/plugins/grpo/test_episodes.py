@@ -13,6 +13,7 @@ from rlhf_grpo import GRPOConfig
 from rlhf_core import hookimpl, plugins
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import RolloutOptions, open_collector, open_rewards
+from rlhf_core.runs import open_run
 from rlhf_core.training import OnDevices
 from tests.shared.short_runs import Watch
 
@@ -286,3 +287,17 @@ def test_a_reward_function_reads_the_conversation_in_training_and_evaluation(tin
         assert metrics[f"{prefix}episodes/turns"] == 3
         own = metrics[f"{prefix}rewards/environment/mean"]
         assert metrics[f"{prefix}reward"] == pytest.approx(3 + 0.5 * own)
+
+
+@pytest.mark.parametrize("history", ["kept", "encoded_again"])
+def test_the_tokens_of_failed_episodes_are_tested_like_the_others(train, history):
+    """And those of several turns, each of which may be a row of its own."""
+    run = train(options={"fails_at": 1, "history": history})
+    (stage,) = open_run(run.directory).stages
+    for entry, path in zip(stage.rollouts(), sorted((run.directory / "values").iterdir()), strict=True):
+        samples, found = entry.rollout.samples, np.load(path)
+        np.testing.assert_allclose(found["trainer_logps"], samples.logps[samples.mask], atol=2e-4)
+        turns = [turn for turns in entry.rollout.conversations.turns for turn in turns]
+        written = sum(turn.end - turn.start for turn in turns)
+        assert found["sums"][:, 2].tolist() == [written]
+        assert written > samples.mask.sum() > 0

@@ -25,6 +25,7 @@ from rlhf_core import InputError, RunError
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import Stopped
 from rlhf_core.rollouts import RolloutOptions
+from rlhf_core.runs import open_run
 from rlhf_core.sampling import SamplingOptions
 from tests.shared import serving
 
@@ -638,3 +639,18 @@ def test_the_engine_that_can_begin_soonest_is_asked() -> None:
     first.active = 1
     assert chosen(exclusive=False) == "http://a"
     assert chosen(exclusive=True) == "http://b"
+
+
+def test_the_journal_says_which_engine_wrote_a_completion(train: Callable[..., Any], url: str) -> None:
+    """Two addresses of one server."""
+    urls = [url, url.replace("127.0.0.1", "localhost")]
+    directory, rows = train(urls=urls, weights="disk", ahead=0, steps=3)
+    (stage,) = open_run(directory).stages
+    wrote = [entry.rollout.samples.engine for entry in stage.rollouts()]
+    assert {each.dtype.name for each in wrote} == {"int16"}
+    for row, engine in zip(rows, wrote, strict=True):
+        # A group is one request.
+        assert (engine.reshape(-1, 4) == engine[::4, None]).all()
+        named = {name[-1] for name in row if name.startswith("sampling/surprisal_gap/e")}
+        assert named == {str(each) for each in np.unique(engine)}
+    assert set(np.concatenate(wrote).tolist()) == {0, 1}

@@ -1,0 +1,309 @@
+"""The sampling test: whether completions are drawn from the policy, rollout by rollout, and what is written of it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlhf_core.fit import Action
+from rlhf_core.rollouts.rollout import Rollout, digest
+from rlhf_core.runtime.files import attempt, make_directory, write_atomic
+from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
+
+if TYPE_CHECKING:
+    from rlhf_core.fit.actions import Moment
+    from rlhf_core.rollouts.collector import RolloutCollector
+    from rlhf_core.sampling import SamplingOptions
+    from rlhf_core.stage import Stage
+
+FOLDER = "values"
+LIMIT = math.log(1e9)
+"""The log of the evidence that ends a run: an honest sampler reaches it with a probability of at most 1e-9."""
+BYTES = {"token": 12, "rollout": 2000}
+"""Of values on disk, at most."""
+COLUMNS = 5 + len(LAMBDAS)
+"""Of `sums`: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS."""
+
+
+@dataclass(frozen=True)
+class SamplingTestOptions:
+    """How a trainer has its sampler tested.
+
+    tolerance: nats per token by which the mean surprisal may be off; 0: the run is never stopped.
+    read_by: which pass computes the moments: "update", the one that trains, where a rollout has a single update; or
+        "rollout", one before the first update. also: what is read in a further pass, and why; "": nothing.
+    """
+
+    tolerance: float
+    read_by: Literal["update", "rollout"]
+    also: str = ""
+
+
+def not_applicable(sampling: SamplingOptions, max_rounds: int) -> str | None:
+    """Return why completions cannot be held to the trainer's distribution; None: they can."""
+    filters = {
+        "top_k": sampling.top_k is not None,
+        "top_p": sampling.top_p < 1,
+        "min_p": bool(sampling.min_p),
+        "repetition_penalty": sampling.repetition_penalty != 1,
+    }
+    acting = [f"sampling.{name}" for name, acts in filters.items() if acts]
+    if acting:
+        return f"with {' and '.join(acting)} tokens are drawn from another distribution than the trainer's"
+    if max_rounds > 1:
+        return "dynamic_sampling drops groups by their rewards, which are not read"
+    return None
+
+
+def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, max_rounds: int, ahead: int) -> str:
+    """Say what a stage will test, and what that costs."""
+    reason = not_applicable(sampling, max_rounds)
+    if reason is not None:
+        return f"sampling test: not applicable: {reason}"
+    pass_ = "the training pass" if options.read_by == "update" else "the pass before a rollout's first update"
+    line = f"sampling test: every sampled token, in {pass_}"
+    if options.also:
+        line += f"; in a further pass without gradient {options.also}"
+    if ahead:
+        return f"{line}; logged alone, since rollouts_ahead trains another policy than it samples with"
+    if not options.tolerance:
+        return f"{line}; logged alone (limits.surprisal_gap = 0)"
+    return f"{line}; stops the run where the surprisal is more than {options.tolerance:g} nats per token off"
+
+
+def most_bytes(*, rollouts: int, tokens: int) -> int:
+    """Forecast the size of the values that are written."""
+    return rollouts * BYTES["rollout"] + tokens * BYTES["token"]
+
+
+class Evidence:
+    """What was won by betting against each engine: log M, for every λ of LAMBDAS.
+
+    With r = 1, 2, … the rollouts, M ← e_λ · (M + 1 / (r (r + 1))) for every λ and engine: a rollout may be the first
+    that an engine is dishonest in. The mean of M over them reaches 1e9 with a probability of at most 1e-9, however long
+    the run, where bets have a mean of at most 1 (Ville 1939).
+    """
+
+    def __init__(self, engines: int = 1) -> None:
+        self.engines = engines
+        self.logs: dict[int, list[float]] = {}
+
+    def bet(self, number: int, sums: NDArray[np.float64]) -> None:
+        """Bet on rollout `number`, from 0. sums: as `sum_moments` returns them."""
+        begun = -math.log((number + 1) * (number + 2))
+        for engine in np.unique(sums[:, 0]).astype(int).tolist():
+            bets = sums[sums[:, 0] == engine, 5:].sum(0)
+            before = self.logs.get(engine, [-math.inf] * len(LAMBDAS))
+            self.logs[engine] = (bets + np.logaddexp(before, begun)).tolist()
+
+    def log_mean(self, engine: int | None = None) -> float:
+        """Return log M, the mean over λ of an engine; None: over all engines, too."""
+        if engine is not None:
+            return _log_sum(self.logs[engine]) - math.log(len(LAMBDAS))
+        if not self.logs:
+            return -math.inf
+        each = [value for values in self.logs.values() for value in values]
+        return _log_sum(each) - math.log(max(self.engines, len(self.logs)) * len(LAMBDAS))
+
+
+class SamplingTest:
+    """Compares the surprisal of what was sampled with the entropy of the policy, and writes values/NNNNNN.npz.
+
+    With p the policy's distribution, −log p(x) − H has mean 0 for an honest sampler, and so does its sum over tokens
+    that depend on each other. What may end a run is `Evidence`, of bets that are fair as long as the sampler is honest
+    within the tolerance.
+
+    For a rollout come `begin`, then `add` until every sampled token is known, then `finish`.
+    """
+
+    def __init__(self, collector: RolloutCollector, options: SamplingTestOptions) -> None:
+        sampled = collector.options
+        self.stage: Stage = collector.stage
+        self.options = options
+        self.applies = not_applicable(sampled.sampling, sampled.max_rounds) is None
+        self.acts = bool(
+            self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
+        )
+        engines = getattr(collector.sampler, "engines", 1)
+        self.apart = sampled.environment is None or engines == 1
+        """Whether it is known which engine drew a token: the turns of an episode may be of several."""
+        self.evidence = Evidence(engines if self.apart else 1)
+        self._rollout: Rollout | None = None
+        self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
+        self._awaited: NDArray[np.bool_] = self._sampled
+        self._found: dict[str, NDArray[np.float32]] = {}
+        self._sums = np.zeros((0, COLUMNS))
+        """Of the rollout that was finished last."""
+        self._wrote = False
+
+    @property
+    def actions(self) -> list[Action]:
+        """What takes the moments from updates, where these compute them."""
+        if self.options.read_by == "rollout":
+            return []
+        return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
+
+    def begin(self, rollout: Rollout, awaited: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Begin with a rollout; return its sampled tokens, bool [N, C].
+
+        awaited: bool [N, C], the tokens whose moments come from the update.
+        """
+        self._rollout, self._awaited = rollout, awaited
+        self._sampled = sampled_tokens(rollout)
+        self._found = {name: np.full(self._sampled.shape, np.nan, np.float32) for name in MOMENTS}
+        return self._sampled
+
+    def add(self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
+        """Take the moments of these tokens, bool [N, C]: {name: an array for each sequence}, in their order."""
+        for name in MOMENTS:
+            self._found[name][tokens] = np.concatenate([np.zeros(0, np.float32), *moments[name]])
+
+    def finish(self) -> dict[str, float]:
+        """Write the rollout's values and return its metrics; there are none where the test is not applicable.
+
+        Where the evidence suffices, `problem` then says what is wrong.
+        """
+        assert self._rollout is not None
+        rollout, self._rollout = self._rollout, None
+        samples = rollout.samples
+        moments = {name: values[self._sampled] for name, values in self._found.items()}
+        owners = np.nonzero(self._sampled)[0]
+        sums = np.zeros((0, COLUMNS))
+        if self.applies:
+            places = np.stack([samples.engine[owners], samples.version[owners]], axis=1)
+            sums = sum_moments(places, moments, self.options.tolerance)
+        self._write(rollout, sums)
+        self._found = {}
+        self.evidence.bet(rollout.number, sums)
+        self._sums = sums
+        return self._metrics(sums)
+
+    def problem(self) -> str | None:
+        """Return what is wrong with the rollout that was finished last; None: nothing is known."""
+        if not self.acts or self.evidence.log_mean() < LIMIT:
+            return None
+        engine = max(np.unique(self._sums[:, 0]).astype(int).tolist(), key=self.evidence.log_mean)
+        rows = self._sums[self._sums[:, 0] == engine]
+        tokens, excess, _ = rows[:, 2:5].sum(0)
+        gap, power = excess / tokens, self.evidence.log_mean() / math.log(10)
+        causes = (
+            "it samples greedily, at a lower temperature or with filters (top_k, top_p)"
+            if gap < 0
+            else "it holds another policy, samples at a higher temperature, or its ids are another tokenizer's"
+        )
+        name = f"engine e{engine}" if self.apart else "the engines"
+        versions = " and ".join(str(int(version)) for version in np.unique(rows[:, 1]))
+        return (
+            f"the completions are not drawn from the policy: over {int(tokens):,} tokens of {name}, policy "
+            f"version {versions}, the surprisal is {gap:+.3f} nats per token off the entropy "
+            f"(limits.surprisal_gap={self.options.tolerance:g}, evidence 10^{power:.0f}). "
+            f"The likeliest cause: {causes}"
+        )
+
+    def snapshot(self) -> dict[str, list[float]]:
+        """Return the evidence so far, for a checkpoint."""
+        return {str(engine): values for engine, values in self.evidence.logs.items()}
+
+    def restore(self, saved: Mapping[str, list[float]]) -> None:
+        """Continue with the evidence of a checkpoint, or without any where it had stopped the run."""
+        self.evidence.logs = {int(engine): list(values) for engine, values in saved.items()}
+        if self.acts and self.evidence.log_mean() >= LIMIT:
+            self.evidence.logs = {}
+            self.stage.say("the sampling test had stopped this run; it begins again, with no evidence")
+
+    def _take(self, at: Moment) -> dict[str, float]:
+        """Take the moments of an update that had the whole rollout."""
+        assert at.values is not None
+        self.add(self._awaited, at.values.arrays)
+        metrics = self.finish()
+        at.stop(self.problem())
+        return metrics
+
+    def _metrics(self, sums: NDArray[np.float64]) -> dict[str, float]:
+        if not len(sums):
+            return {}
+        metrics = _measured(sums, self.evidence.log_mean(), "")
+        engines = np.unique(sums[:, 0]).astype(int).tolist()
+        if max(self.evidence.engines, len(engines)) > 1:
+            for engine in engines:
+                rows = sums[sums[:, 0] == engine]
+                metrics |= _measured(rows, self.evidence.log_mean(engine), f"/e{engine}")
+        return metrics
+
+    def _write(self, rollout: Rollout, sums: NDArray[np.float64]) -> None:
+        if not self.stage.is_main:
+            return
+        folder, number = self.stage.dir / FOLDER, rollout.number
+        attempt(lambda: make_directory(folder), FOLDER, folder)
+        if not self._wrote:
+            remove_from(folder, number)
+            self._wrote = True
+        journalled = rollout.samples.mask
+        arrays = {
+            "trainer_logps": self._found["surprisal/logps"][journalled],
+            "entropies": self._found["surprisal/entropies"][journalled],
+            "variances": self._found["surprisal/variances"][journalled],
+            "sums": sums,
+            "rollout": np.array(digest(rollout.samples)),
+        }
+        content = io.BytesIO()
+        np.savez(content, **arrays)
+        write_atomic(folder / f"{number:06d}.npz", content.getvalue(), private=True)
+
+
+def remove_from(folder: Path, number: int) -> None:
+    """Delete the values of rollouts from `number` on, of an attempt that was given up."""
+    for path in folder.glob("*.npz"):
+        if path.stem.isdecimal() and int(path.stem) >= number:
+            attempt(path.unlink, path.name, path)
+
+
+def sampled_tokens(rollout: Rollout) -> NDArray[np.bool_]:
+    """Mark every token that the sampler drew, bool [N, C], those of failed episodes included, which no mask has."""
+    said = rollout.conversations
+    if said is None:
+        return np.asarray(rollout.samples.mask, np.bool_)
+    sampled = np.zeros(rollout.samples.mask.shape, np.bool_)
+    for row, turns in zip(sampled, said.turns, strict=True):
+        for turn in turns:
+            row[turn.start : turn.end] = True
+    return sampled
+
+
+def sum_moments(
+    places: NDArray[np.integer[Any]], moments: Mapping[str, NDArray[np.float32]], tolerance: float
+) -> NDArray[np.float64]:
+    """Sum the moments of tokens by engine and version, float64 [rows, COLUMNS].
+
+    places: int [tokens, 2], engine and version. moments: by the names of MOMENTS, float32 [tokens].
+    """
+    kinds, owners = np.unique(places, axis=0, return_inverse=True)
+    surprisal = -np.asarray(moments["surprisal/logps"], np.float64)
+    excess = surprisal - np.asarray(moments["surprisal/entropies"], np.float64)
+    variances = np.asarray(moments["surprisal/variances"], np.float64)
+    each = np.column_stack([np.ones(len(places)), excess, variances, log_bets(moments, tolerance)])
+    sums = np.stack(
+        [np.bincount(owners.reshape(-1), column, minlength=len(kinds)) for column in each.T], axis=1
+    )
+    return np.column_stack([kinds.astype(np.float64), sums])
+
+
+def _measured(sums: NDArray[np.float64], log_evidence: float, suffix: str) -> dict[str, float]:
+    """Return the metrics of rows of `sums`: gap (nats per token), z and log10 of the evidence."""
+    tokens, excess, variance = sums[:, 2:5].sum(0)
+    return {
+        f"sampling/surprisal_gap{suffix}": float(excess / tokens),
+        f"sampling/surprisal_z{suffix}": float(excess / math.sqrt(variance)) if variance else 0.0,
+        f"sampling/surprisal_evidence{suffix}": log_evidence / math.log(10),
+    }
+
+
+def _log_sum(values: Sequence[float]) -> float:
+    return float(np.logaddexp.reduce(np.array(values)))

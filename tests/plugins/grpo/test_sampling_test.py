@@ -1,0 +1,206 @@
+"""The sampling test in runs: every sampled token is read, an honest sampler passes, and a lying one ends the run."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rlhf_grpo import GRPOConfig
+
+from rlhf_core import SAMPLER, hookimpl
+from rlhf_core.errors import RunError
+from rlhf_core.rollouts.rollout import Rollout, digest
+from rlhf_core.runs import open_run
+from rlhf_core.sampling import make_sampler
+from tests.shared.short_runs import Watch
+
+BASE = {
+    "learning_rate": 0.01,
+    "weight_decay": 0.0,
+    "total_batch_size": 32,
+    "num_generations": 8,
+    "max_completion_length": 12,
+    "beta": 0.0,
+    "max_training_steps": 3,
+    "num_preview_samples": 0,
+    "log_steps": 1,
+}
+
+
+def early(completions):
+    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
+
+
+class Lies:
+    """Samplers that say the policy's log-probabilities, and draw otherwise."""
+
+    @hookimpl
+    def rlhf_register(self, registry):
+        registry.add(SAMPLER, "greedy", lambda inputs: self.drawn(inputs, temperature=0.0))
+        registry.add(SAMPLER, "two_engines", self.two_engines)
+
+    def drawn(self, inputs, **changes):
+        return make_sampler(replace(inputs, options=inputs.options.replace(**changes)))
+
+    def two_engines(self, inputs):
+        """The second of which is greedy."""
+        made = self.drawn(inputs), self.drawn(inputs, temperature=0.0)
+
+        class Sampler:
+            engines = 2
+
+            def __call__(self, params, prompts, key, ids=None):
+                one, two = (each(params, prompts, key, ids) for each in made)
+                second = np.arange(len(one.lengths)) % 2 == 1
+                chosen = [
+                    np.where(second.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+                    for a, b in zip(one, two, strict=True)
+                ]
+                return type(one)(*chosen)._replace(engine=second.astype(np.int16))
+
+        return Sampler()
+
+
+@pytest.fixture(scope="module")
+def saved(tiny, model, tmp_path_factory):
+    """The model in a directory, as adapters need it."""
+    directory = tmp_path_factory.mktemp("model")
+    model.save(directory)
+    return directory
+
+
+@pytest.fixture
+def train(tiny, model, saved, tmp_path):
+    def train(at="run", rewards=(early,), **changes):
+        watch = Watch()
+        tiny.run(
+            "grpo",
+            GRPOConfig(**{**BASE, **changes}),
+            tmp_path / at,
+            listeners=[Lies(), watch],
+            model=saved if "lora" in changes else model,
+            rewards=list(rewards),
+            train_dataset=tiny.prompts(12),
+        )
+        return watch.rows
+
+    return train
+
+
+def values(directory):
+    """The arrays of every file of values, in order."""
+    return [dict(np.load(path)) for path in sorted((directory / "values").iterdir())]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_iterations": 2, "max_training_steps": 4},
+        {"mask_truncated_completions": True},
+        {"lora": {"rank": 2, "dropout": 0.1}},
+        pytest.param({"num_iterations": 2, "mask_truncated_completions": True}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_every_sampled_token_is_read_with_the_policy_that_sampled_it(tiny, model, tmp_path, train, changes):
+    rows = train(temperature=0.9, **changes)
+    (stage,) = open_run(tmp_path / "run").stages
+    rollouts, found = [entry.rollout for entry in stage.rollouts()], values(tmp_path / "run")
+    assert len(rollouts) == len(found) == BASE["max_training_steps"] - ("num_iterations" in changes)
+    for rollout, each in zip(rollouts, found, strict=True):
+        samples = rollout.samples
+        assert not samples.finished.all()
+        # The sampler says what the policy thinks of its tokens; the last updates' policy thinks otherwise.
+        np.testing.assert_allclose(each["trainer_logps"], samples.logps[samples.mask], atol=2e-4)
+        assert each["sums"][:, :3].tolist() == [[0, samples.version[0], samples.mask.sum()]]
+        excess = -each["trainer_logps"].astype(np.float64) - each["entropies"]
+        np.testing.assert_allclose(each["sums"][0, 3:5], [excess.sum(), each["variances"].sum()], rtol=1e-6)
+        assert {name: x.dtype.name for name, x in each.items() if name != "rollout"} == {
+            "trainer_logps": "float32",
+            "entropies": "float32",
+            "variances": "float32",
+            "sums": "float64",
+        }
+    for row, each in zip(rows[:: 1 + ("num_iterations" in changes)], found, strict=True):
+        tokens, excess, variance = each["sums"][0, 2:5]
+        assert row["sampling/surprisal_gap"] == pytest.approx(excess / tokens)
+        assert row["sampling/surprisal_z"] == pytest.approx(excess / np.sqrt(variance))
+        assert abs(row["sampling/surprisal_z"]) < 4
+        assert row["sampling/surprisal_evidence"] < 0
+
+
+def test_a_greedy_engine_ends_the_run_that_says_so_when_it_continues(train, tmp_path, capsys):
+    begins = r"stopped after update 1 of 3: the completions are not drawn from the policy: over \d+ tokens of engine e0"
+    with pytest.raises(
+        RunError, match=begins + r".*version 0.*-\d\.\d+ nats.*likeliest cause: it samples greedily"
+    ):
+        train(sampler="greedy")
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+    with pytest.raises(RunError, match="stopped after update 2 of 3"):
+        train(sampler="greedy")
+    assert "it begins again, with no evidence" in capsys.readouterr().err
+
+
+def test_with_several_updates_a_rollout_it_ends_before_the_first(train, tmp_path):
+    with pytest.raises(RunError, match="the completions are not drawn from the policy"):
+        train(sampler="greedy", num_iterations=2)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_what_only_logs(train, tmp_path):
+    """Without a tolerance, with other distributions than the trainer's, and where groups are dropped."""
+    rows = train(sampler="greedy", limits={"surprisal_gap": 0.0}, max_training_steps=2)
+    assert min(row["sampling/surprisal_evidence"] for row in rows) > 9
+    assert max(row["sampling/surprisal_gap"] for row in rows) < -0.5
+    for number, changes in enumerate(({"top_k": 5}, {"dynamic_sampling": {}})):
+        rows = train(at=str(number), max_training_steps=1, **changes)
+        assert not any(name.startswith("sampling/surprisal") for name in rows[0])
+        (found,) = values(tmp_path / str(number))
+        assert found["sums"].shape == (0, 11)
+        assert np.isfinite(found["trainer_logps"]).all()
+
+
+def test_the_engine_that_lies_is_named(train, tmp_path):
+    """Journals of versions that did not know engines are read as of the first one."""
+    with pytest.raises(RunError, match="tokens of engine e1"):
+        train(sampler="two_engines")
+    (stage,) = open_run(tmp_path / "run").stages
+    (rollout,) = [entry.rollout for entry in stage.rollouts()]
+    assert rollout.samples.engine.tolist() == [0, 1] * 16
+    arrays = rollout.arrays()
+    del arrays["samples_engine"]
+    old = Rollout.from_arrays(arrays, number=0, rounds=1, metrics={})
+    assert old.samples.engine.tolist() == [0] * 32
+    assert digest(old.samples) == digest(rollout.samples)
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert row["sampling/surprisal_evidence/e0"] < 0 < 9 < row["sampling/surprisal_evidence/e1"]
+    (found,) = values(tmp_path / "run")
+    assert found["sums"][:, 0].tolist() == [0, 1]
+    assert found["rollout"].item() == digest(rollout.samples)
+
+
+FAILS = {"calls": 0}
+
+
+def failing(completions):
+    FAILS["calls"] += 1
+    if FAILS["calls"] == 3:
+        raise ConnectionError("no route")
+    return early(completions)
+
+
+def test_a_run_that_was_interrupted_writes_the_same_bytes_and_has_the_same_evidence(train, tmp_path):
+    FAILS["calls"] = 0
+    with pytest.raises(RunError, match="no route"):
+        train(rewards=[failing])
+    train(rewards=[failing])
+    interrupted = tmp_path / "interrupted"
+    shutil.move(tmp_path / "run", interrupted)
+    whole = train(rewards=[failing])
+    for path in sorted((tmp_path / "run" / "values").iterdir()):
+        assert path.read_bytes() == (interrupted / "values" / path.name).read_bytes()
+    lines = (interrupted / "metrics.jsonl").read_text().splitlines()
+    name = "sampling/surprisal_evidence"
+    assert [json.loads(line)[name] for line in lines] == [row[name] for row in whole]
