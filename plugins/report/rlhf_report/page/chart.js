@@ -152,16 +152,16 @@ export function makeChart(title, group, key) {
     const end = known.length ? Math.max(...known) : 1;
     const span = end - start || 1;
     const inner = { width: width - EDGE.left - EDGE.right, height: HEIGHT - EDGE.top - EDGE.bottom };
-    const toX = (x) => EDGE.left + ((x - start) / span) * inner.width;
+    const toX = (x) => EDGE.left + (end === start ? 0.5 : (x - start) / span) * inner.width;
     const share = isLog ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y - low) / (high - low);
     const toY = (y) => EDGE.top + (1 - share(y)) * inner.height;
     const bottom = EDGE.top + inner.height;
-    const across = (isLog ? powers(low, high) : ticks(low, high, 4)).map((value) => [
+    const across = (isLog ? powers(low, high) : ticks(low, high, 6)).map((value) => [
       svg("path", { class: "grid", d: `M${EDGE.left} ${toY(value)}H${width - EDGE.right}` }),
       svg("text", { x: EDGE.left - 6, y: toY(value) + 4, "text-anchor": "end" }, tickText(value)),
     ]);
     const xText = axis === "time" ? clock : tickText;
-    const along = ticks(start, end === start ? start + 1 : end, width < 420 ? 3 : 5)
+    const along = (end === start ? [start] : ticks(start, end, width < 420 ? 6 : 9))
       .filter((value) => axis !== "update" || Number.isInteger(value))
       .map((value) => svg("text", { x: toX(value), y: HEIGHT - 6, "text-anchor": "middle" }, xText(value)));
     const marks = (settings.events ?? [])
@@ -268,5 +268,5 @@ export function sparkline(values, label) {
   const toY = (value) => 25 - ((value - low) / (high - low || 1)) * 22;
   const kept = values.map((value, i) => [i, value]).filter(([, value]) => value !== null);
   const line = kept.map(([i, value], k) => `${k ? "L" : "M"}${toX(i).toFixed(1)} ${toY(value).toFixed(1)}`).join("");
-  return svg("svg", { class: "spark", viewBox: "0 0 100 28", role: "img", "aria-label": label }, svg("title", {}, label), svg("path", { d: line }));
+  return svg("svg", { class: "spark", viewBox: "0 0 100 28", preserveAspectRatio: "none", role: "img", "aria-label": label }, svg("title", {}, label), svg("path", { d: line }));
 }

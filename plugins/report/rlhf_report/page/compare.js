@@ -3,7 +3,7 @@ import { makeChart, points } from "./chart.js";
 import { get, isFrozen } from "./data.js";
 import { breakable, chip, el, exact, number, replace, select, table } from "./dom.js";
 import { choose, link, note } from "./route.js";
-import { chartsOf, keyCharts, makeRows } from "./run.js";
+import { chartsOf, makeRows } from "./run.js";
 
 const AXES = [["update", "updates"], ["tokens", "tokens"], ["time", "time"]];
 
@@ -16,8 +16,9 @@ export async function showComparison([, list], query) {
   const path = [["compare", ""]];
   if (!stage) return { title: "Compare", path, content: [head, el("p", { class: "note" }, "They have no stage in common.")] };
   const settings = { axis: query.x ?? "update", smooth: Number(query.smooth ?? 0), log: query.log === "1" };
-  const kinds = query.all === "1" ? chartsOf(stage) : keyCharts(stage);
-  const shown = kinds.length ? kinds : chartsOf(stage);
+  const every = chartsOf(stage).flatMap(perMetric);
+  const few = every.filter(({ base }) => !stage.key || stage.key.includes(base));
+  const shown = query.all === "1" || !few.length ? every : few;
   const wanted = shown.flatMap((kind) => kind.names);
   const sources = answer.runs.map((run) => makeRows(run.id, stage.name));
   const charts = shown.map((kind) => ({ kind, chart: makeChart(kind.title, kind.group, kind.title) }));
@@ -25,7 +26,7 @@ export async function showComparison([, list], query) {
   function redraw() {
     for (const { kind, chart } of charts) {
       const lines = kind.names.flatMap((name) =>
-        sources.map(({ log }, i) => ({ name, label: kind.names.length > 1 ? `${names[i]}: ${name}` : names[i], points: points(log.rows, name, settings.axis, kind.unit ?? 1), colour: i, dashed: name.startsWith("eval_") })),
+        sources.map(({ log }, i) => ({ name, label: name.startsWith("eval_") ? `${names[i]}, held out` : names[i], points: points(log.rows, name, settings.axis, kind.unit ?? 1), colour: i, dashed: name.startsWith("eval_") })),
       );
       chart.draw(lines.filter((line) => line.points.x.length || line.points.missing.length), { ...settings, log: settings.log || kind.log });
     }
@@ -58,13 +59,20 @@ export async function showComparison([, list], query) {
   return {
     title: "Compare",
     path,
-    content: [head, tabs, values(stage, names), differences(stage, names), tools, board, chartsOf(stage).length > shown.length || query.all === "1" ? all : null, prompts(stage, names)],
+    content: [head, tabs, differences(stage, names), tools, board, few.length && few.length < every.length ? all : null, values(stage, names), prompts(stage, names)],
     refresh: isFrozen() ? null : refresh,
     drawn() {
       replace(board, charts.map(({ chart }) => chart.element));
       redraw();
     },
   };
+}
+
+// A chart of each metric beside its held-out twin: the colours tell the runs apart, not the metrics.
+function perMetric(kind) {
+  const bases = [...new Set(kind.names.map((name) => name.replace(/^eval_/, "")))];
+  const title = (base) => (bases.length > 1 ? `${kind.title}: ${base}` : kind.title);
+  return bases.map((base) => ({ ...kind, base, title: title(base), names: kind.names.filter((name) => name.replace(/^eval_/, "") === base) }));
 }
 
 // Names that tell the runs apart: the last folders, where they differ, else the whole paths.

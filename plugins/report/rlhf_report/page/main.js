@@ -47,7 +47,7 @@ async function show() {
 }
 
 function settle(query) {
-  const marked = query.at ? view.querySelector(`[data-key="${CSS.escape(query.at)}"]`) : null;
+  const marked = query.at ? view.querySelector(`[data-key="${CSS.escape(query.at)}"]`) : view.querySelector(".completion.open");
   scrollTo(0, 0);
   if (marked) marked.scrollIntoView({ block: "start" });
   (marked ?? view).focus({ preventScroll: true });

@@ -168,7 +168,7 @@ function verdict(stage) {
   return el(
     "section",
     { class: "verdict", "aria-label": "Verdict" },
-    el("ul", {}, sentences.map((text) => el("li", {}, text))),
+    sentences.length ? el("ul", {}, sentences.map((text) => el("li", {}, text))) : null,
     stage.message ? el("p", { class: `message ${stage.state}` }, stage.message) : null,
     el("p", { class: "run-stage" }, progress(stage), facts.length ? el("small", {}, facts.join(" · ")) : null),
   );
@@ -198,14 +198,16 @@ export function chartsOf(stage) {
 
 export function keyCharts(stage) {
   const key = stage.key ?? stage.metrics ?? [];
-  const rank = ({ names }) => Math.min(...names.map((name) => (key.indexOf(name.replace(/^eval_/, "")) + 1 || Infinity)));
+  const hasReward = key.includes("reward");
+  const place = (name) => (name === "loss" && hasReward ? key.length : key.indexOf(name)); // the loss of a policy says little
+  const rank = ({ names }) => Math.min(...names.map((name) => name.replace(/^eval_/, "")).filter((name) => key.includes(name)).map(place));
   return chartsOf(stage)
     .filter((kind) => rank(kind) < Infinity)
     .sort((a, b) => rank(a) - rank(b))
     .slice(0, FIRST);
 }
 
-// The lines of a chart, one for metrics that are equal.
+// The lines of a chart, one for metrics that are equal; a held-out metric has the colour of its twin in training.
 export function linesOf(kind, rows, axis) {
   const lines = [];
   for (const name of kind.names) {
@@ -214,9 +216,14 @@ export function linesOf(kind, rows, axis) {
     const twin = lines.find((line) => line.dashed === dashed && line.points.y.length === made.y.length && line.points.y.every((y, i) => y === made.y[i]));
     if (!made.x.length && !made.missing.length) continue;
     if (twin) twin.label = `${twin.label} = ${name}`;
-    else lines.push({ name, label: name, points: made, colour: lines.length, dashed });
+    else lines.push({ name, label: name, points: made, colour: colourOf(name, lines), dashed });
   }
   return lines;
+}
+
+function colourOf(name, lines) {
+  const trained = lines.find((line) => `eval_${line.name}` === name);
+  return trained?.colour ?? new Set(lines.map(({ colour }) => colour)).size;
 }
 
 // Where events happened on an axis: beside the row that was logged last before them.

@@ -4,15 +4,15 @@ import { el, exact, number, replace, select, visible } from "./dom.js";
 import { note } from "./route.js";
 
 const SHADES = 7;
-// [name, label, whether 0 is in the middle of its colours]
+// [name, label, where its colours are strong: at low values, at high ones, or at both ends around 0]
 const MEASURES = [
-  ["sampler_logps", "log-probability, sampler", false],
-  ["trainer_logps", "log-probability, trainer", false],
-  ["differences", "trainer less sampler", true],
-  ["entropies", "entropy", false],
-  ["advantages", "advantage", true],
-  ["mask", "seen by the loss", false],
-  ["versions", "version", false],
+  ["sampler_logps", "log-probability, sampler", "low"],
+  ["trainer_logps", "log-probability, trainer", "low"],
+  ["differences", "trainer less sampler", "both"],
+  ["entropies", "entropy", "high"],
+  ["advantages", "advantage", "both"],
+  ["mask", "seen by the loss", "low"],
+  ["versions", "version", "low"],
 ];
 
 // Draw the tokens of a completion into a place. choice: {id, stage, rollout, update, one, query}.
@@ -28,15 +28,16 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
   const absent = MEASURES.filter((each) => !known.includes(each)).map(([, label]) => label);
 
   function paint() {
-    const [name, , hasMiddle] = measure;
+    const [name, , strong] = measure;
     const values = tokens[name];
-    const [low, high] = extent(values, hasMiddle);
+    const [low, high] = extent(values, strong);
+    const colour = (step) => (strong === "both" ? `two${step}` : `one${strong === "high" ? SHADES - 1 - step : step}`);
     spans.forEach((span, i) => {
-      const shade = values[i] === null ? "none" : Math.min(SHADES - 1, Math.floor(((values[i] - low) / (high - low || 1)) * SHADES));
+      const step = Math.min(SHADES - 1, Math.floor(((values[i] - low) / (high - low || 1)) * SHADES));
       const isUnseen = tokens.mask?.[i] === 0 || tokens.mask?.[i] === false;
-      span.className = `token ${hasMiddle ? "two" : "one"}${shade}${isUnseen ? " unseen" : ""}`;
+      span.className = `token ${values[i] === null ? "unknown" : colour(step)}${isUnseen ? " unseen" : ""}`;
     });
-    const steps = Array.from({ length: SHADES }, (_, i) => el("i", { class: `${hasMiddle ? "two" : "one"}${i}` }));
+    const steps = Array.from({ length: SHADES }, (_, i) => el("i", { class: colour(i) }));
     replace(scale, number(low), " ", el("span", { class: "shades", "aria-hidden": "true" }, steps), " ", number(high), el("span", { class: "unseen-key" }, "struck through: not seen by the loss"), absent.length ? ` Not recorded: ${absent.join(", ")}.` : "");
   }
 
@@ -68,13 +69,13 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
     target.tabIndex = 0;
     target.focus();
   });
-  const colour = select("Colour", known.map(([name, label]) => [name, label]), measure?.[0] ?? "", (name) => {
+  const chooser = select("Colour", known.map(([name, label]) => [name, label]), measure?.[0] ?? "", (name) => {
     measure = known.find((each) => each[0] === name);
     note({ colour: name });
     paint();
   });
   text.append(...spans);
-  replace(place, el("section", { class: "token-panel", "aria-label": `Tokens of completion ${one.index}` }, el("div", { class: "tools" }, el("h3", {}, `Tokens of completion ${one.index}`), known.length ? colour : null), scale, text, numbers));
+  replace(place, el("section", { class: "token-panel", "aria-label": `Tokens of completion ${one.index}` }, el("div", { class: "tools" }, el("h3", {}, `Tokens of completion ${one.index}`), known.length ? chooser : null), scale, text, numbers));
   if (measure) paint();
   if (spans.length) read(0);
 }
@@ -85,13 +86,13 @@ function differences({ sampler_logps: sampler, trainer_logps: trainer }) {
   return trainer.map((value, i) => (value === null || sampler[i] === null ? null : Math.fround(value - sampler[i])));
 }
 
-function extent(values, hasMiddle) {
+function extent(values, strong) {
   const known = values.filter((value) => value !== null).map(Number);
   if (!known.length) return [0, 1];
   const low = known.reduce((a, b) => Math.min(a, b));
   const high = known.reduce((a, b) => Math.max(a, b));
   const far = Math.max(-low, high);
-  return hasMiddle ? [-far, far] : [low, high];
+  return strong === "both" ? [-far, far] : [low, high];
 }
 
 // A line feed is shown as its sign, and still breaks the line.
