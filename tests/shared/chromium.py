@@ -30,7 +30,8 @@ class Chromium:
         reads, self._write = os.pipe()
         self._read, writes = os.pipe()
         self._process = subprocess.Popen(
-            ["sh", "-c", 'exec "$@" 3<&$R 4>&$W'.replace("$R", str(reads)).replace("$W", str(writes)), "sh"]
+            # It reads commands from 3 and answers on 4; a plain `sh` cannot name pipes above 9.
+            ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash"]
             + [PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
             + ["--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"]
             + [f"--user-data-dir={self._profile.name}", "about:blank"],
