@@ -22,7 +22,7 @@ pytestmark = [
 TEXT = "<b>bold</b>"
 VIEWS = {
     "run/a": ["The reward rose by 0.4", "Reward", "The lengths run away", "before the first update"],
-    "run/a/rm": ["ann <b>bold</b>", "0.75", "update 2", "Newest rows"],
+    "run/a/rm": ["ann <b>bold</b>", "0.75", "4 of 4", "Newest rows"],
     "run/a/policy/update/40": ["×7", "brevity", "ended: length", "version 39 (1 old)", "advantage −0.3"],
     "run/a/rm/rows/4": ["pairs.jsonl row 2 <b>bold</b>", "0.3333", "margin 2"],
     "run/a/rm/evaluation/4": ["pairs.jsonl row 0", "change +0.5", "evaluation at update 2"],

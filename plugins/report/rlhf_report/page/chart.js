@@ -121,16 +121,23 @@ function path(x, y, toX, toY) {
   return columns.map(([left, high, low], i) => `${i ? "L" : "M"}${at(left, high)}${low > high ? `L${at(left, low)}` : ""}`).join("");
 }
 
+// A point of a line; null where it has no place, as 0 on a logarithmic axis.
+function dot(line, i, radius, { toX, toY }) {
+  const top = toY(line.y[i]);
+  return Number.isFinite(top) ? svg("circle", { class: `line dot c${line.colour % COLOURS}`, cx: toX(line.x[i]), cy: top, r: radius }) : null;
+}
+
 // A chart whose lines can change. lines: [{name, label?, points, colour, dashed}], see `points`.
 // settings: {axis, smooth (share), log, events: [{x, text, kind}], open(step)}.
 export function makeChart(title, group, key) {
+  const at = el("span", { class: "at", role: "status" });
   const legend = el("div", { class: "legend" });
   const plot = svg("svg", { class: "plot", role: "img", "aria-label": title, height: HEIGHT });
   const values = el("details", { class: "values", "data-key": `values ${key}` }, el("summary", {}, "Table"));
   const figure = el(
     "figure",
     { class: "chart item", tabindex: "0", "data-key": `chart ${key}`, "aria-label": title },
-    el("figcaption", {}, el("small", {}, group), " ", title),
+    el("figcaption", {}, el("small", {}, group, " ", at), " ", title),
     legend,
     plot,
     values,
@@ -171,8 +178,8 @@ export function makeChart(title, group, key) {
       );
     const curves = drawn.map((line) => {
       const kind = `line c${line.colour % COLOURS}${line.dashed ? " dashed" : ""}`;
-      if (line.x.length === 1) return svg("circle", { class: `${kind} dot`, cx: toX(line.x[0]), cy: toY(line.y[0]), r: 3.5 });
-      const dots = line.x.length <= 12 ? line.x.map((x, i) => svg("circle", { class: `${kind} dot`, cx: toX(x), cy: toY(line.y[i]), r: 2.5 })) : [];
+      if (line.x.length === 1) return dot(line, 0, 3.5, { toX, toY });
+      const dots = line.x.length <= 12 ? line.x.map((_, i) => dot(line, i, 2.5, { toX, toY })) : [];
       const faint = line.y === line.raw ? null : svg("path", { class: `${kind} raw`, d: path(line.x, line.raw, toX, toY) });
       return [faint, svg("path", { class: kind, d: path(line.x, line.y, toX, toY) }), dots];
     });
@@ -196,16 +203,16 @@ export function makeChart(title, group, key) {
     const count = longest?.x.length ?? 0;
     chart.index = index === null || !count ? null : Math.max(0, Math.min(count - 1, index));
     const x = chart.index === null ? null : longest.x[chart.index];
-    const at = x === null ? null : el("span", { class: "at", role: "status" }, `${settings.axis} ${settings.axis === "time" ? clock(x) : number(x)}`);
+    at.textContent = x === null ? "" : `${settings.axis} ${settings.axis === "time" ? clock(x) : number(x)}`;
     const dots = [];
     const keys = drawn.map((line) => {
       const i = x === null ? line.x.length - 1 : nearest(line.x, x);
-      if (x !== null && i >= 0) dots.push(svg("circle", { class: `line dot c${line.colour % COLOURS}`, cx: chart.scale.toX(line.x[i]), cy: chart.scale.toY(line.y[i]), r: 4 }));
+      if (x !== null && i >= 0) dots.push(dot(line, i, 4, chart.scale));
       return el("span", { class: line.dashed ? "key dashed" : "key" }, el("i", { class: `c${line.colour % COLOURS}` }), breakable(line.label ?? line.name), " ", el("b", {}, i >= 0 ? number(line.y[i]) : "–"));
     });
-    legend.replaceChildren(...(at ? [at, ...keys] : keys));
+    legend.replaceChildren(...keys);
     const ruler = x === null ? [] : [svg("path", { d: `M${chart.scale.toX(x)} ${EDGE.top}V${chart.scale.bottom}` })];
-    chart.cursor.replaceChildren(...ruler, ...dots);
+    chart.cursor.replaceChildren(...ruler, ...dots.filter(Boolean));
   }
 
   function fill() {
