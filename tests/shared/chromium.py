@@ -1,4 +1,4 @@
-"""A page in Debian's Chromium, headless: opened, read, typed into and pictured over its own protocol, without a package."""
+"""A page in Chromium without a window: opened, read, typed into and pictured over its own protocol, without a package."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class Chromium:
         self._read, writes = os.pipe()
         self._process = subprocess.Popen(
             # It reads commands from 3 and answers on 4; a plain `sh` cannot name pipes above 9.
-            ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash"]
-            + [PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-            + ["--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"]
-            + [f"--user-data-dir={self._profile.name}", "about:blank"],
+            [
+                *("bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash"),
+                *(PROGRAM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+                *("--remote-debugging-pipe", "--no-first-run", "--disable-background-networking"),
+                *(f"--user-data-dir={self._profile.name}", "about:blank"),
+            ],
             pass_fds=(reads, writes),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -109,7 +111,9 @@ class Chromium:
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[theme])
 
-    def open(self, address: str, wanted: str = "document.documentElement.dataset.ready !== undefined") -> None:
+    def open(
+        self, address: str, wanted: str = "document.documentElement.dataset.ready !== undefined"
+    ) -> None:
         """Open an address, and wait until an expression is true."""
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=address)
@@ -117,9 +121,7 @@ class Chromium:
 
     def read(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, which may be a promise."""
-        answer = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
-        )
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -131,7 +133,8 @@ class Chromium:
             if self.read(f"document.documentElement && Boolean({expression})"):
                 return time.monotonic() - began
             time.sleep(0.05)
-        raise AssertionError(f"not true after {seconds:.0f} s: {expression}\n{self.read('document.body.innerText')[:2000]}")
+        shown = self.read("document.body.innerText")[:2000]
+        raise AssertionError(f"not true after {seconds:.0f} s: {expression}\n{shown}")
 
     def press(self, key: str) -> None:
         """Press a key, as KeyboardEvent.key names it."""

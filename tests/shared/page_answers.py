@@ -1,4 +1,4 @@
-"""Answers for the page of a run, and a server of them: two runs, three trainers' kinds of views, texts that are hostile."""
+"""Answers for the page of a run, and a server of them: two runs, of which one goes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
-TYPES = {"html": "text/html; charset=utf-8", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+}
 BEGAN = 1.8e9
 UPDATES = 60
 
@@ -92,7 +97,7 @@ def groups(update: int, text: str) -> list[dict[str, Any]]:
 
 
 def tokens(text: str) -> dict[str, Any]:
-    """Return a completion's tokens: the second is not seen by the loss, entropies and a log-probability are not known."""
+    """Return a completion's tokens: the loss does not see the second, and one log-probability is not known."""
     logps = [float32(math.log(p)) for p in (0.9, 0.5, 0.01, 0.3)]
     return {
         "index": 0,
@@ -111,7 +116,13 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
     """Return {route: answer}; `text` is in every field that a file of a run may fill."""
     charts = [
         {"group": "Loss and gradient", "title": "Loss", "names": ["loss"], "log": False, "unit": 1},
-        {"group": "Loss and gradient", "title": "Gradient norm", "names": ["grad_norm"], "log": True, "unit": 1},
+        {
+            "group": "Loss and gradient",
+            "title": "Gradient norm",
+            "names": ["grad_norm"],
+            "log": True,
+            "unit": 1,
+        },
         {"group": "Reward", "title": "Reward", "names": ["reward", "eval_reward"], "log": False, "unit": 1},
         {"group": "Clip and KL", "title": f"KL {text}", "names": ["kl"], "log": False, "unit": 1},
     ]
@@ -151,7 +162,12 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
     }
     events = [
         {"time": BEGAN, "stage": "policy", "event": "begun"},
-        {"time": BEGAN + 61, "stage": "policy", "event": "warning", "message": f"The lengths run away. {text}"},
+        {
+            "time": BEGAN + 61,
+            "stage": "policy",
+            "event": "warning",
+            "message": f"The lengths run away. {text}",
+        },
     ]
     run = {
         "name": f"first {text}",
@@ -240,7 +256,9 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         found[f"api/runs/a/rm/rows?update={update}"] = {
             "update": update,
             "total": 3,
-            "rows": [row | {"loss": float32(1 / 3), "scores": {"margin": 2.0}, "change": None} for row in rows],
+            "rows": [
+                row | {"loss": float32(1 / 3), "scores": {"margin": 2.0}, "change": None} for row in rows
+            ],
         }
     return found
 

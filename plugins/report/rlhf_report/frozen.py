@@ -54,7 +54,9 @@ def _collect(name: str, parts: dict[str, str]) -> None:
         if other not in parts:
             _collect(other, parts)
     body = EXPORT.sub("", IMPORT.sub(r"const \1 = from_\2;", text))
-    parts[name] = f"const from_{name} = (() => {{\n{body}\nreturn {{ {', '.join(EXPORT.findall(text))} }};\n}})();"
+    parts[name] = (
+        f"const from_{name} = (() => {{\n{body}\nreturn {{ {', '.join(EXPORT.findall(text))} }};\n}})();"
+    )
 
 
 def _hash(element: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +52,8 @@ CONTRAST = """
     for (let each = element; each; each = each.parentElement) behind.unshift(getComputedStyle(each).backgroundColor);
     const [a, b] = [light(over(behind)), light(over([...behind, element.closest("svg") ? own.fill : own.color]))];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) faint.add(`${ratio.toFixed(2)} ${element.className.baseVal ?? element.className} ${texts.currentNode.data.slice(0, 30)}`);
+    const name = element.className.baseVal ?? element.className;
+    if (ratio < 4.5) faint.add(`${ratio.toFixed(2)} ${name} ${texts.currentNode.data.slice(0, 30)}`);
   }
   return [...faint];
 })()
@@ -124,7 +125,12 @@ def test_texts_of_files_are_never_markup(browser: Chromium, tmp_path: Path) -> N
             for view in LIVE if address == served else VIEWS:
                 browser.open(f"{address}#/{view}")
                 assert browser.read("document.title").endswith(" · rlhf"), view
-                assert browser.read(f"document.querySelectorAll('[src*=\"{CANARY}\"], iframe, main script').length") == 0
+                assert (
+                    browser.read(
+                        f"document.querySelectorAll('[src*=\"{CANARY}\"], iframe, main script').length"
+                    )
+                    == 0
+                )
                 assert "\u202e" not in text(browser), view
             assert "\\u202egnp.exe\\x1b[2J\\ud800" in text(browser)
 
@@ -136,7 +142,9 @@ def test_a_new_update_appears_within_five_seconds(browser: Chromium) -> None:
         before = browser.read("document.querySelector('.plot .line').getAttribute('d')")
         found.update(page_answers.answers(updates=80))
         took = browser.wait("document.querySelector('.run-stage b').textContent === '80'", 10)
-        grown = browser.wait(f"document.querySelector('.plot .line').getAttribute('d') !== {json.dumps(before)}", 10)
+        grown = browser.wait(
+            f"document.querySelector('.plot .line').getAttribute('d') !== {json.dumps(before)}", 10
+        )
         assert took + grown < 5
         browser.open(f"{address}#/")
         assert "80 of 100" in text(browser)
@@ -159,21 +167,37 @@ def test_three_clicks_lead_from_a_kink_to_a_tokens_numbers(browser: Chromium) ->
         difference = np.float32(tokens["trainer_logps"][2]) - np.float32(tokens["sampler_logps"][2])
         assert np.float32(shown[5]) == difference
         assert "Not recorded: entropy" in text(browser)
-        unseen = browser.read("[...document.querySelectorAll('.token')].map((e) => e.classList.contains('unseen'))")
+        unseen = browser.read(
+            "[...document.querySelectorAll('.token')].map((e) => e.classList.contains('unseen'))"
+        )
         assert unseen == [False, True, False, False]
 
 
-def click_at(browser: Chromium, plot: str, update: int) -> None:
-    """Click a chart of updates 1 to 60 where an update is."""
+def place_of(browser: Chromium, plot: str, update: int) -> dict[str, float]:
+    """Return where an update is in a chart of updates 1 to 60, scrolling to it."""
     box = browser.read(
         f"(() => {{ const e = document.querySelector({json.dumps(plot)}); e.scrollIntoView({{block: 'center'}});"
         " const b = e.getBoundingClientRect(); return {x: b.x, y: b.y + 80, width: b.width}; })()"
     )
     left, right = 52, 10
     share = (update - 1) / (page_answers.UPDATES - 1)
-    x = box["x"] + left + share * (box["width"] - left - right)
-    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, x=x, y=box["y"])
+    return {"x": box["x"] + left + share * (box["width"] - left - right), "y": box["y"]}
+
+
+def click_at(browser: Chromium, plot: str, update: int) -> None:
+    drag(browser, plot, update, update)
+
+
+def drag(browser: Chromium, plot: str, start: int, end: int) -> None:
+    """Move to an update, press, move to another, release."""
+    first, last = place_of(browser, plot, start), place_of(browser, plot, end)
+    for kind, place in (
+        ("mouseMoved", first),
+        ("mousePressed", first),
+        ("mouseMoved", last),
+        ("mouseReleased", last),
+    ):
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **place)
 
 
 def test_the_table_beside_a_chart_has_its_numbers(browser: Chromium, address: str) -> None:
@@ -234,13 +258,34 @@ def test_choices_are_in_the_address(browser: Chromium) -> None:
         assert browser.read("document.querySelectorAll('.event.warning').length") == 3
 
 
+def test_a_drag_shows_a_part_of_the_curves(browser: Chromium) -> None:
+    with page_answers.serve(page_answers.answers()) as address:
+        browser.open(f"{address}#/run/a/policy")
+        drag(browser, "[data-key='chart Reward'] .plot", 20, 40)
+        hash = str(browser.read("location.hash"))
+        shown = {name: float(part) for name, part in re.findall(r"(from|to)=([\d.]+)", hash)}
+        assert shown == pytest.approx({"from": 20, "to": 40}, abs=0.3)
+        browser.open(f"{address}{hash}")
+        browser.click("[data-key='values Reward'] summary")
+        browser.wait("document.querySelector(\"[data-key='values Reward'] td\")")
+        steps = browser.read(
+            "[...document.querySelectorAll(\"[data-key='values Reward'] tbody th\")].map((e) => e.innerText)"
+        )
+        assert {int(step) for step in steps} <= set(range(20, 41))
+        assert len(steps) > 18
+        browser.read(
+            "[...document.querySelectorAll('button')].find((e) => e.innerText === 'Show all').click()"
+        )
+        assert "from" not in browser.read("location.hash")
+
+
 def test_a_report_sorts_and_searches_by_itself(browser: Chromium, address: str) -> None:
     if not address.startswith("file:"):
         pytest.skip("the server sorts and searches")
     rows = "[...document.querySelectorAll('.group h2')].map((e) => e.firstChild.data)"
     browser.open(f"{address}#/run/a/policy/update/40?sort=-spread")
     assert browser.read(rows) == ["row 6", "row 5"]
-    browser.open(f"{address}#/run/a/policy/update/40?finish=length&reward_min=2")
+    browser.open(f"{address}#/run/a/policy/update/40?finish=length&where=reward&least=2")
     assert browser.read(rows) == ["row 5"]
     browser.open(f"{address}#/run/a/policy/update/40?search=no+such+word")
     assert "0 groups" in text(browser)

@@ -4,6 +4,7 @@ import { breakable, clock, el, exact, number, replace, svg } from "./dom.js";
 const HEIGHT = 210;
 const EDGE = { left: 52, right: 10, top: 12, bottom: 24 };
 const COLOURS = 8;
+const DRAG = 8;
 
 // Return the value of a row on the axis x: "update", "tokens" or "time" (seconds since the stage's first row).
 export function place(row, axis, first) {
@@ -118,17 +119,40 @@ function path(x, y, toX, toY) {
     }
   }
   const at = (left, top) => `${left.toFixed(1)} ${top.toFixed(1)}`;
-  return columns.map(([left, high, low], i) => `${i ? "L" : "M"}${at(left, high)}${low > high ? `L${at(left, low)}` : ""}`).join("");
+  return columns
+    .map(([left, high, low], i) => `${i ? "L" : "M"}${at(left, high)}${low > high ? `L${at(left, low)}` : ""}`)
+    .join("");
 }
 
 // A point of a line; null where it has no place, as 0 on a logarithmic axis.
 function dot(line, i, radius, { toX, toY }) {
   const top = toY(line.y[i]);
-  return Number.isFinite(top) ? svg("circle", { class: `line dot c${line.colour % COLOURS}`, cx: toX(line.x[i]), cy: top, r: radius }) : null;
+  return Number.isFinite(top)
+    ? svg("circle", { class: `line dot c${line.colour % COLOURS}`, cx: toX(line.x[i]), cy: top, r: radius })
+    : null;
+}
+
+// Smooth a line, and cut it to the part of the axis that is shown.
+function within(line, smooth, { from = null, to = null }) {
+  const { x, y, steps, missing } = line.points;
+  const mean = smooth ? smoothed(x, y, smooth) : y;
+  if (from === null) return { ...line, ...line.points, raw: y, y: mean };
+  const isIn = (at) => at >= from && at <= to;
+  const cut = (values) => values.filter((_, i) => isIn(x[i]));
+  const raw = cut(y);
+  return {
+    ...line,
+    x: cut(x),
+    raw,
+    y: smooth ? cut(mean) : raw,
+    steps: cut(steps),
+    missing: missing.filter((gap) => isIn(gap.x)),
+  };
 }
 
 // A chart whose lines can change. lines: [{name, label?, points, colour, dashed}], see `points`.
-// settings: {axis, smooth (share), log, events: [{x, text, kind}], open(step)}.
+// settings: {axis, smooth (share), log, from, to (ends of the axis, null: all), events: [{x, text, kind}], open(step),
+// zoom(from, to)}.
 export function makeChart(title, group, key) {
   const at = el("span", { class: "at", role: "status" });
   const legend = el("div", { class: "legend" });
@@ -150,9 +174,11 @@ export function makeChart(title, group, key) {
     const width = Math.max(plot.parentNode.clientWidth - 18, 0) || 520;
     chart.width = width;
     const { smooth, log: isLog, axis } = settings;
-    const drawn = lines.map((line) => ({ ...line, ...line.points, raw: line.points.y }));
-    for (const line of drawn) line.y = smooth ? smoothed(line.x, line.raw, smooth) : line.raw;
-    const [low, high] = range(drawn.map(({ raw }) => ({ y: raw })), isLog);
+    const drawn = lines.map((line) => within(line, smooth, settings));
+    const [low, high] = range(
+      drawn.map(({ raw }) => ({ y: raw })),
+      isLog,
+    );
     const places = drawn.flatMap((line) => [line.x[0], line.x.at(-1), ...line.missing.map(({ x }) => x)]);
     const known = places.filter((x) => x !== undefined);
     const start = known.length ? Math.min(...known) : 0;
@@ -174,18 +200,31 @@ export function makeChart(title, group, key) {
     const marks = (settings.events ?? [])
       .filter(({ x }) => x >= start && x <= end)
       .map(({ x, text, kind }) =>
-        svg("g", { class: `event ${kind}` }, svg("title", {}, text), svg("path", { d: `M${toX(x)} ${EDGE.top}V${bottom}` }), svg("circle", { cx: toX(x), cy: EDGE.top, r: 4 })),
+        svg(
+          "g",
+          { class: `event ${kind}` },
+          svg("title", {}, text),
+          svg("path", { d: `M${toX(x)} ${EDGE.top}V${bottom}` }),
+          svg("circle", { cx: toX(x), cy: EDGE.top, r: 4 }),
+        ),
       );
     const curves = drawn.map((line) => {
       const kind = `line c${line.colour % COLOURS}${line.dashed ? " dashed" : ""}`;
       if (line.x.length === 1) return dot(line, 0, 3.5, { toX, toY });
       const dots = line.x.length <= 12 ? line.x.map((_, i) => dot(line, i, 2.5, { toX, toY })) : [];
-      const faint = line.y === line.raw ? null : svg("path", { class: `${kind} raw`, d: path(line.x, line.raw, toX, toY) });
+      const faint =
+        line.y === line.raw ? null : svg("path", { class: `${kind} raw`, d: path(line.x, line.raw, toX, toY) });
       return [faint, svg("path", { class: kind, d: path(line.x, line.y, toX, toY) }), dots];
     });
-    const gaps = drawn.flatMap((line) => line.missing).map(({ x, step }) =>
-      svg("path", { class: "missing", d: `M${toX(x) - 4} ${bottom}l4 -7l4 7z` }, svg("title", {}, `not finite at update ${step}`)),
-    );
+    const gaps = drawn
+      .flatMap((line) => line.missing)
+      .map(({ x, step }) =>
+        svg(
+          "path",
+          { class: "missing", d: `M${toX(x) - 4} ${bottom}l4 -7l4 7z` },
+          svg("title", {}, `not finite at update ${step}`),
+        ),
+      );
     chart.cursor = svg("g", { class: "cursor" });
     plot.setAttribute("width", width);
     plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
@@ -208,7 +247,14 @@ export function makeChart(title, group, key) {
     const keys = drawn.map((line) => {
       const i = x === null ? line.x.length - 1 : nearest(line.x, x);
       if (x !== null && i >= 0) dots.push(dot(line, i, 4, chart.scale));
-      return el("span", { class: line.dashed ? "key dashed" : "key" }, el("i", { class: `c${line.colour % COLOURS}` }), breakable(line.label ?? line.name), " ", el("b", {}, i >= 0 ? number(line.y[i]) : "–"));
+      return el(
+        "span",
+        { class: line.dashed ? "key dashed" : "key" },
+        el("i", { class: `c${line.colour % COLOURS}` }),
+        breakable(line.label ?? line.name),
+        " ",
+        el("b", {}, i >= 0 ? number(line.y[i]) : "–"),
+      );
     });
     legend.replaceChildren(...keys);
     const ruler = x === null ? [] : [svg("path", { d: `M${chart.scale.toX(x)} ${EDGE.top}V${chart.scale.bottom}` })];
@@ -224,25 +270,79 @@ export function makeChart(title, group, key) {
       const i = nearest(line.steps, step);
       return line.steps[i] === step ? exact(line.raw[i]) : "";
     };
-    const rows = shown.map((step) => [settings.open ? el("button", { class: "link", type: "button", on: { click: () => settings.open(step) } }, step) : step, ...drawn.map((line) => cell(line, step))]);
-    const head = el("tr", {}, el("th", { scope: "col" }, "update"), drawn.map((line) => el("th", { scope: "col" }, breakable(line.label ?? line.name))));
-    const body = rows.reverse().map(([first, ...rest]) => el("tr", {}, el("th", { scope: "row" }, first), rest.map((value) => el("td", {}, value))));
+    const rows = shown.map((step) => [
+      settings.open
+        ? el("button", { class: "link", type: "button", on: { click: () => settings.open(step) } }, step)
+        : step,
+      ...drawn.map((line) => cell(line, step)),
+    ]);
+    const head = el(
+      "tr",
+      {},
+      el("th", { scope: "col" }, "update"),
+      drawn.map((line) => el("th", { scope: "col" }, breakable(line.label ?? line.name))),
+    );
+    const body = rows.reverse().map(([first, ...rest]) =>
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, first),
+        rest.map((value) => el("td", {}, value)),
+      ),
+    );
     const note = every > 1 ? el("p", { class: "note" }, `One of ${every} updates; the curve has all.`) : null;
-    replace(values, el("summary", {}, "Table"), note, el("div", { class: "wide tall", tabindex: "0", role: "region", "aria-label": `${title}: values`, "data-key": `values of ${key}` }, el("table", {}, el("thead", {}, head), el("tbody", {}, body))));
+    replace(
+      values,
+      el("summary", {}, "Table"),
+      note,
+      el(
+        "div",
+        {
+          class: "wide tall",
+          tabindex: "0",
+          role: "region",
+          "aria-label": `${title}: values`,
+          "data-key": `values of ${key}`,
+        },
+        el("table", {}, el("thead", {}, head), el("tbody", {}, body)),
+      ),
+    );
   }
 
-  const under = (event) => nearest(chart.longest.x, chart.scale.from(event.clientX - plot.getBoundingClientRect().left));
+  const under = (event) =>
+    nearest(chart.longest.x, chart.scale.from(event.clientX - plot.getBoundingClientRect().left));
   const openAt = (index) => chart.settings.open?.(chart.longest.steps[index]);
   const reads = (event) => {
     if (chart.longest?.x.length) read(under(event));
   };
-  plot.addEventListener("pointermove", reads);
-  plot.addEventListener("pointerdown", reads);
+  // A drag marks a part of the axis, which is then all that is shown.
+  let pressed = null;
+  let dragged = false;
+  const inPlot = (event) => event.clientX - plot.getBoundingClientRect().left;
+  plot.addEventListener("pointerdown", (event) => {
+    pressed = inPlot(event);
+    dragged = false;
+    reads(event);
+  });
+  plot.addEventListener("pointermove", (event) => {
+    reads(event);
+    if (pressed === null || !chart.settings.zoom || Math.abs(inPlot(event) - pressed) < DRAG) return;
+    dragged = true;
+    const [left, right] = [pressed, inPlot(event)].sort((a, b) => a - b);
+    chart.cursor.prepend(
+      svg("rect", { x: left, y: EDGE.top, width: right - left, height: chart.scale.bottom - EDGE.top }),
+    );
+  });
+  plot.addEventListener("pointerup", (event) => {
+    if (dragged) chart.settings.zoom(...[pressed, inPlot(event)].map(chart.scale.from).sort((a, b) => a - b));
+    pressed = null;
+  });
   plot.addEventListener("pointerleave", (event) => {
+    pressed = null;
     if (event.pointerType === "mouse") read(null);
   });
   plot.addEventListener("click", (event) => {
-    if (chart.longest?.x.length) openAt(under(event));
+    if (!dragged && chart.longest?.x.length) openAt(under(event));
   });
   figure.addEventListener("blur", () => read(null));
   figure.addEventListener("keydown", (event) => {
@@ -275,5 +375,10 @@ export function sparkline(values, label) {
   const toY = (value) => 25 - ((value - low) / (high - low || 1)) * 22;
   const kept = values.map((value, i) => [i, value]).filter(([, value]) => value !== null);
   const line = kept.map(([i, value], k) => `${k ? "L" : "M"}${toX(i).toFixed(1)} ${toY(value).toFixed(1)}`).join("");
-  return svg("svg", { class: "spark", viewBox: "0 0 100 28", preserveAspectRatio: "none", role: "img", "aria-label": label }, svg("title", {}, label), svg("path", { d: line }));
+  return svg(
+    "svg",
+    { class: "spark", viewBox: "0 0 100 28", preserveAspectRatio: "none", role: "img", "aria-label": label },
+    svg("title", {}, label),
+    svg("path", { d: line }),
+  );
 }

@@ -1,11 +1,10 @@
 // Two to six runs: their curves over each other, what differs in what was asked, the same prompts' completions.
 import { makeChart, points } from "./chart.js";
+import { makeCurves } from "./curves.js";
 import { get, isFrozen } from "./data.js";
-import { breakable, chip, el, exact, number, replace, select, table } from "./dom.js";
-import { choose, link, note } from "./route.js";
+import { breakable, chip, el, exact, number, replace, table } from "./dom.js";
+import { choose, link } from "./route.js";
 import { chartsOf, makeRows } from "./run.js";
-
-const AXES = [["update", "updates"], ["tokens", "tokens"], ["time", "time"]];
 
 export async function showComparison([, list], query) {
   const ids = (list ?? "").split(",").filter(Boolean);
@@ -14,8 +13,9 @@ export async function showComparison([, list], query) {
   const names = labels(answer.runs);
   const head = [el("h1", {}, `${ids.length} runs`), runsTable(answer.runs, names)];
   const path = [["compare", ""]];
-  if (!stage) return { title: "Compare", path, content: [head, el("p", { class: "note" }, "They have no stage in common.")] };
-  const settings = { axis: query.x ?? "update", smooth: Number(query.smooth ?? 0), log: query.log === "1" };
+  if (!stage)
+    return { title: "Compare", path, content: [head, el("p", { class: "note" }, "They have no stage in common.")] };
+  const { settings, controls } = makeCurves(query, () => redraw());
   const every = chartsOf(stage).flatMap(perMetric);
   const few = every.filter(({ base }) => !stage.key || stage.key.includes(base));
   const shown = query.all === "1" || !few.length ? every : few;
@@ -26,9 +26,18 @@ export async function showComparison([, list], query) {
   function redraw() {
     for (const { kind, chart } of charts) {
       const lines = kind.names.flatMap((name) =>
-        sources.map(({ log }, i) => ({ name, label: name.startsWith("eval_") ? `${names[i]}, held out` : names[i], points: points(log.rows, name, settings.axis, kind.unit ?? 1), colour: i, dashed: name.startsWith("eval_") })),
+        sources.map(({ log }, i) => ({
+          name,
+          label: name.startsWith("eval_") ? `${names[i]}, held out` : names[i],
+          points: points(log.rows, name, settings.axis, kind.unit ?? 1),
+          colour: i,
+          dashed: name.startsWith("eval_"),
+        })),
       );
-      chart.draw(lines.filter((line) => line.points.x.length || line.points.missing.length), { ...settings, log: settings.log || kind.log });
+      chart.draw(
+        lines.filter((line) => line.points.x.length || line.points.missing.length),
+        { ...settings, log: settings.log || kind.log },
+      );
     }
   }
 
@@ -37,32 +46,54 @@ export async function showComparison([, list], query) {
     if (changed.some(Boolean)) redraw();
   }
 
-  const set = (change, noted) => {
-    Object.assign(settings, change);
-    note(noted);
-    redraw();
-  };
-  const share = el("output", {}, `${Math.round(100 * settings.smooth)} %`);
-  const slider = el("input", { type: "range", min: 0, max: 0.3, step: 0.01, value: settings.smooth, "aria-label": "Smoothing: share of the axis that a mean covers" });
-  slider.addEventListener("input", () => {
-    share.textContent = `${Math.round(100 * slider.value)} %`;
-    set({ smooth: Number(slider.value) }, { smooth: Number(slider.value) || null });
-  });
-  const log = el("input", { type: "checkbox" });
-  log.checked = settings.log;
-  log.addEventListener("change", () => set({ log: log.checked }, { log: log.checked ? 1 : null }));
-  const tabs = el("nav", { class: "tabs", "aria-label": "Stages" }, answer.stages.map(({ name }) => el("a", { class: "tab", href: link(["compare", list], { ...query, stage: name }), "aria-current": name === stage.name ? "page" : null, "data-key": `tab ${name}` }, name)));
-  const all = el("button", { type: "button", class: "more", "data-key": "more", on: { click: () => choose({ all: query.all === "1" ? null : 1 }) } }, query.all === "1" ? "Fold the rest" : "All charts");
-  const tools = el("div", { class: "tools" }, select("By", AXES, settings.axis, (axis) => set({ axis }, { x: axis === "update" ? null : axis })), el("label", {}, "Smooth ", slider, " ", share), el("label", {}, log, " log"));
+  const tabs = el(
+    "nav",
+    { class: "tabs", "aria-label": "Stages" },
+    answer.stages.map(({ name }) =>
+      el(
+        "a",
+        {
+          class: "tab",
+          href: link(["compare", list], { ...query, stage: name }),
+          "aria-current": name === stage.name ? "page" : null,
+          "data-key": `tab ${name}`,
+        },
+        name,
+      ),
+    ),
+  );
+  const all = el(
+    "button",
+    {
+      type: "button",
+      class: "more",
+      "data-key": "more",
+      on: { click: () => choose({ all: query.all === "1" ? null : 1 }) },
+    },
+    query.all === "1" ? "Fold the rest" : "All charts",
+  );
+  const tools = el("div", { class: "tools" }, controls);
   const board = el("div", { class: "charts" });
   await Promise.all(sources.map((source) => source.grow(wanted, 0)));
   return {
     title: "Compare",
     path,
-    content: [head, tabs, differences(stage, names), tools, board, few.length && few.length < every.length ? all : null, values(stage, names), prompts(stage, names)],
+    content: [
+      head,
+      tabs,
+      differences(stage, names),
+      tools,
+      board,
+      few.length && few.length < every.length ? all : null,
+      values(stage, names),
+      prompts(stage, names),
+    ],
     refresh: isFrozen() ? null : refresh,
     drawn() {
-      replace(board, charts.map(({ chart }) => chart.element));
+      replace(
+        board,
+        charts.map(({ chart }) => chart.element),
+      );
       redraw();
     },
   };
@@ -72,7 +103,12 @@ export async function showComparison([, list], query) {
 function perMetric(kind) {
   const bases = [...new Set(kind.names.map((name) => name.replace(/^eval_/, "")))];
   const title = (base) => (bases.length > 1 ? `${kind.title}: ${base}` : kind.title);
-  return bases.map((base) => ({ ...kind, base, title: title(base), names: kind.names.filter((name) => name.replace(/^eval_/, "") === base) }));
+  return bases.map((base) => ({
+    ...kind,
+    base,
+    title: title(base),
+    names: kind.names.filter((name) => name.replace(/^eval_/, "") === base),
+  }));
 }
 
 // Names that tell the runs apart: the last folders, where they differ, else the whole paths.
@@ -82,24 +118,66 @@ function labels(runs) {
 }
 
 function runsTable(runs, names) {
-  const rows = runs.map(({ id, dir, state }, i) => [[el("i", { class: `swatch c${i}` }), el("a", { href: link(["run", id]) }, breakable(names[i]))], chip(state), el("span", { class: "prose" }, breakable(dir))]);
+  const rows = runs.map(({ id, dir, state }, i) => [
+    [el("i", { class: `swatch c${i}` }), el("a", { href: link(["run", id]) }, breakable(names[i]))],
+    chip(state),
+    el("span", { class: "prose" }, breakable(dir)),
+  ]);
   return table("Runs", ["run", "state", "directory"], rows, { class: "events" });
 }
 
 function values(stage, names) {
-  const rows = (stage.last ?? []).map(({ name, values: last }) => [breakable(name), ...last.map((value) => el("span", { title: exact(value) }, number(value)))]);
-  return rows.length ? el("section", {}, el("h2", {}, "Last values"), table("Last values", ["metric", ...names], rows)) : null;
+  const rows = (stage.last ?? []).map(({ name, values: last }) => [
+    breakable(name),
+    ...last.map((value) => el("span", { title: exact(value) }, number(value))),
+  ]);
+  return rows.length
+    ? el("section", {}, el("h2", {}, "Last values"), table("Last values", ["metric", ...names], rows))
+    : null;
 }
 
 function differences(stage, names) {
-  const rows = (stage.differences ?? []).map(({ name, values: texts }) => [breakable(name), ...texts.map((text) => el("code", {}, text ?? "–"))]);
-  return el("section", {}, el("h2", {}, "What differs in the configuration"), rows.length ? table("What differs", ["field", ...names], rows) : el("p", { class: "note" }, "The configurations of this stage are the same."));
+  const rows = (stage.differences ?? []).map(({ name, values: texts }) => [
+    breakable(name),
+    ...texts.map((text) => el("code", {}, text ?? "–")),
+  ]);
+  return el(
+    "section",
+    {},
+    el("h2", {}, "What differs in the configuration"),
+    rows.length
+      ? table("What differs", ["field", ...names], rows)
+      : el("p", { class: "note" }, "The configurations of this stage are the same."),
+  );
 }
 
 function prompts(stage, names) {
   const all = stage.prompts ?? [];
   if (!all.length) return null;
-  const one = (completion, i) => el("article", { class: "completion" }, el("h4", {}, el("i", { class: `swatch c${i}` }), names[i]), completion ? [el("p", { class: "rewards" }, el("b", {}, number(completion.reward)), Number.isFinite(completion.update) ? el("span", {}, `update ${completion.update}`) : null), el("div", { class: "text", tabindex: "0" }, completion.text)] : el("p", { class: "note" }, "none of this prompt"));
-  const group = ({ row, prompt, completions }) => el("section", { class: "group item", tabindex: "-1", "data-key": `prompt ${row}` }, el("h3", {}, `row ${row}`), el("div", { class: "text prompt" }, prompt), el("div", { class: "completions" }, completions.map(one)));
+  const one = (completion, i) =>
+    el(
+      "article",
+      { class: "completion" },
+      el("h4", {}, el("i", { class: `swatch c${i}` }), names[i]),
+      completion
+        ? [
+            el(
+              "p",
+              { class: "rewards" },
+              el("b", {}, number(completion.reward)),
+              Number.isFinite(completion.update) ? el("span", {}, `update ${completion.update}`) : null,
+            ),
+            el("div", { class: "text", tabindex: "0" }, completion.text),
+          ]
+        : el("p", { class: "note" }, "none of this prompt"),
+    );
+  const group = ({ row, prompt, completions }) =>
+    el(
+      "section",
+      { class: "group item", tabindex: "-1", "data-key": `prompt ${row}` },
+      el("h3", {}, `row ${row}`),
+      el("div", { class: "text prompt" }, prompt),
+      el("div", { class: "completions" }, completions.map(one)),
+    );
   return el("section", {}, el("h2", {}, "The same prompts"), all.map(group));
 }

@@ -62,12 +62,14 @@ function found(path, query) {
 
 // Sort, filter and search the groups of one update, as the server does.
 function chosen(value, query) {
-  const least = query.reward_min === undefined ? -Infinity : Number(query.reward_min);
-  const most = query.reward_max === undefined ? Infinity : Number(query.reward_max);
+  const least = query.least === undefined ? -Infinity : Number(query.least);
+  const most = query.most === undefined ? Infinity : Number(query.most);
   const word = (query.search ?? "").toLowerCase();
+  const field = (one) => one[query.where] ?? one.rewards?.[query.where] ?? null;
+  const isBounded = query.least !== undefined || query.most !== undefined;
   const fits = (one) =>
     (!query.finish || one.finish === query.finish) &&
-    (one.reward === null || (one.reward >= least && one.reward <= most)) &&
+    (!isBounded || (field(one) !== null && field(one) >= least && field(one) <= most)) &&
     one.text.toLowerCase().includes(word);
   const groups = value.groups
     .map((group) => ({ ...group, completions: group.completions.filter(fits) }))

@@ -60,7 +60,9 @@ export function replace(container, ...children) {
 
 // A name with optional line breaks after slashes and underscores.
 export function breakable(name) {
-  return visible(name).split(/(?<=[/_])/).flatMap((part) => [part, el("wbr")]);
+  return visible(name)
+    .split(/(?<=[/_])/)
+    .flatMap((part) => [part, el("wbr")]);
 }
 
 export function number(value) {
@@ -126,8 +128,20 @@ export function table(caption, head, rows, properties = {}) {
       "table",
       properties,
       el("caption", { class: "hidden" }, caption),
-      el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))),
-      el("tbody", {}, rows.map((row) => el("tr", {}, cells(row)))),
+      el(
+        "thead",
+        {},
+        el(
+          "tr",
+          {},
+          head.map((name) => el("th", { scope: "col" }, name)),
+        ),
+      ),
+      el(
+        "tbody",
+        {},
+        rows.map((row) => el("tr", {}, cells(row))),
+      ),
     ),
   );
 }

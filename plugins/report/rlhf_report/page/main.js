@@ -47,7 +47,9 @@ async function show() {
 }
 
 function settle(query) {
-  const marked = query.at ? view.querySelector(`[data-key="${CSS.escape(query.at)}"]`) : view.querySelector(".completion.open");
+  const marked = query.at
+    ? view.querySelector(`[data-key="${CSS.escape(query.at)}"]`)
+    : view.querySelector(".completion.open");
   scrollTo(0, 0);
   if (marked) marked.scrollIntoView({ block: "start" });
   (marked ?? view).focus({ preventScroll: true });
@@ -65,7 +67,8 @@ function steps(path) {
 function failure(error) {
   if (error instanceof Refused && error.status === 401) return askForKey();
   if (!(error instanceof Refused)) console.error(error);
-  const words = error instanceof TypeError ? "The server does not answer. Is `rlhf watch` still running?" : error.message;
+  const words =
+    error instanceof TypeError ? "The server does not answer. Is `rlhf watch` still running?" : error.message;
   const content = el("div", { class: "message failed", role: "alert" }, words);
   return { title: "Not shown", path: [["not shown", ""]], content, refresh: error instanceof Refused ? null : show };
 }
@@ -82,7 +85,14 @@ function askForKey() {
       replace(said, error.message);
     }
   };
-  const form = el("form", { class: "key-form", on: { submit } }, el("label", {}, "Key ", field), " ", el("button", {}, "Show the runs"), said);
+  const form = el(
+    "form",
+    { class: "key-form", on: { submit } },
+    el("label", {}, "Key ", field),
+    " ",
+    el("button", {}, "Show the runs"),
+    said,
+  );
   return { title: "Key", path: [["key", ""]], content: form };
 }
 
@@ -95,7 +105,8 @@ async function refresh() {
     await again();
     freshness.textContent = "";
   } catch (error) {
-    if (mine === serial) freshness.textContent = error instanceof Refused ? error.message : "The server does not answer.";
+    if (mine === serial)
+      freshness.textContent = error instanceof Refused ? error.message : "The server does not answer.";
   }
   if (mine === serial) shown.refresh = again;
 }

@@ -15,7 +15,9 @@ function decoded(part) {
 }
 
 export function link(parts, query = {}) {
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined && value !== false);
+  const given = Object.entries(query).filter(
+    ([, value]) => value !== "" && value !== null && value !== undefined && value !== false,
+  );
   const path = `#/${parts.map(encodeURIComponent).join("/")}`;
   return given.length ? `${path}?${new URLSearchParams(given)}` : path;
 }

@@ -11,7 +11,13 @@ export async function showRuns(_, query) {
   const list = el("ul", { class: "runs" });
   const count = el("p", { class: "note", role: "status" });
   const compare = el("a", { class: "button" }, "Compare");
-  const field = el("input", { type: "search", placeholder: "filter (/)", "aria-label": "Filter the runs", value: query.search ?? "", "data-key": "filter" });
+  const field = el("input", {
+    type: "search",
+    placeholder: "filter (/)",
+    "aria-label": "Filter the runs",
+    value: query.search ?? "",
+    "data-key": "filter",
+  });
   let runs = [];
 
   function draw() {
@@ -19,8 +25,16 @@ export async function showRuns(_, query) {
     const text = ({ dir, name, state, stage, trainer }) => [dir, name, state, stage, trainer].join(" ").toLowerCase();
     const fitting = runs.filter((run) => words.every((word) => text(run).includes(word)));
     const running = runs.filter(({ state }) => state === "running").length;
-    replace(list, fitting.map((run) => entry(run, chosen, drawChoice)));
-    replace(count, runs.length ? `${runs.length} run${runs.length > 1 ? "s" : ""}, ${running} running${fitting.length < runs.length ? `; ${fitting.length} shown` : ""}` : "No run was found yet. A run appears here as soon as it has begun.");
+    replace(
+      list,
+      fitting.map((run) => entry(run, chosen, drawChoice)),
+    );
+    replace(
+      count,
+      runs.length
+        ? `${runs.length} run${runs.length > 1 ? "s" : ""}, ${running} running${fitting.length < runs.length ? `; ${fitting.length} shown` : ""}`
+        : "No run was found yet. A run appears here as soon as it has begun.",
+    );
     drawChoice();
   }
 
@@ -52,7 +66,11 @@ function refreshTimes(list) {
 }
 
 function entry(run, chosen, change) {
-  const box = el("input", { type: "checkbox", "aria-label": `Compare ${run.name ?? run.dir}`, "data-key": `choose ${run.id}` });
+  const box = el("input", {
+    type: "checkbox",
+    "aria-label": `Compare ${run.name ?? run.dir}`,
+    "data-key": `choose ${run.id}`,
+  });
   box.checked = chosen.has(run.id);
   box.addEventListener("change", () => {
     if (box.checked) chosen.add(run.id);
@@ -65,21 +83,58 @@ function entry(run, chosen, change) {
     "li",
     { class: "run item", tabindex: "0", "data-key": `run ${run.id}` },
     box,
-    el("div", { class: "run-name" }, el("a", { class: "open", href: link(["run", run.id]) }, breakable(run.name ?? run.dir)), el("small", {}, breakable(run.dir))),
+    el(
+      "div",
+      { class: "run-name" },
+      el("a", { class: "open", href: link(["run", run.id]) }, breakable(run.name ?? run.dir)),
+      el("small", {}, breakable(run.dir)),
+    ),
     chip(run.state),
-    el("div", { class: "run-stage" }, progress(run), run.state === "running" && run.seconds_left !== null ? el("small", {}, `${clock(run.seconds_left)} left`) : null),
-    el("dl", { class: "last" }, values.map(([name, value]) => el("div", {}, el("dt", {}, breakable(name)), el("dd", {}, number(value))))),
-    el("div", { class: "run-spark" }, run.spark ? [sparkline(run.spark.values, run.spark.name), el("small", {}, breakable(run.spark.name))] : null),
+    el(
+      "div",
+      { class: "run-stage" },
+      progress(run),
+      run.state === "running" && run.seconds_left !== null ? el("small", {}, `${clock(run.seconds_left)} left`) : null,
+    ),
+    el(
+      "dl",
+      { class: "last" },
+      values.map(([name, value]) => el("div", {}, el("dt", {}, breakable(name)), el("dd", {}, number(value)))),
+    ),
+    el(
+      "div",
+      { class: "run-spark" },
+      run.spark ? [sparkline(run.spark.values, run.spark.name), el("small", {}, breakable(run.spark.name))] : null,
+    ),
     el("time", { "data-time": run.changed, title: moment(run.changed) }, ago(run.changed)),
     run.error ? el("p", { class: "message failed" }, run.error) : null,
-    warnings.length ? el("details", { class: "run-warnings", "data-key": `warnings ${run.id}` }, el("summary", {}, `${warnings.length} warning${warnings.length > 1 ? "s" : ""}`), el("ul", {}, warnings.map((text) => el("li", {}, text)))) : null,
+    warnings.length
+      ? el(
+          "details",
+          { class: "run-warnings", "data-key": `warnings ${run.id}` },
+          el("summary", {}, `${warnings.length} warning${warnings.length > 1 ? "s" : ""}`),
+          el(
+            "ul",
+            {},
+            warnings.map((text) => el("li", {}, text)),
+          ),
+        )
+      : null,
   );
 }
 
 export function progress({ stage, name, trainer, update, updates }) {
   const known = Number.isFinite(updates) && updates > 0;
   return [
-    el("span", {}, stage ?? name ?? "", trainer ? el("small", {}, ` ${trainer}`) : null, " ", el("b", {}, number(update)), known ? ` of ${number(updates)}` : null),
+    el(
+      "span",
+      {},
+      stage ?? name ?? "",
+      trainer ? el("small", {}, ` ${trainer}`) : null,
+      " ",
+      el("b", {}, number(update)),
+      known ? ` of ${number(updates)}` : null,
+    ),
     known ? el("progress", { max: updates, value: update ?? 0, "aria-label": "updates" }) : null,
   ];
 }

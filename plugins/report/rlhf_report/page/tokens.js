@@ -21,10 +21,16 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
   tokens.differences = differences(tokens);
   const known = MEASURES.filter(([name]) => tokens[name]?.some((value) => value !== null));
   let measure = known.find(([name]) => name === query.colour) ?? known[0];
-  const text = el("div", { class: "tokens", role: "group", "aria-label": "Tokens: arrow keys move, and the numbers follow" });
+  const text = el("div", {
+    class: "tokens",
+    role: "group",
+    "aria-label": "Tokens: arrow keys move, and the numbers follow",
+  });
   const numbers = el("dl", { class: "numbers", "aria-live": "polite" });
   const scale = el("p", { class: "scale note" });
-  const spans = tokens.ids.map((_, i) => el("span", { class: "token", "data-i": i, tabindex: i ? "-1" : "0" }, shownToken(tokens.texts[i])));
+  const spans = tokens.ids.map((_, i) =>
+    el("span", { class: "token", "data-i": i, tabindex: i ? "-1" : "0" }, shownToken(tokens.texts[i])),
+  );
   const absent = MEASURES.filter((each) => !known.includes(each)).map(([, label]) => label);
 
   function paint() {
@@ -38,12 +44,27 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
       span.className = `token ${values[i] === null ? "unknown" : colour(step)}${isUnseen ? " unseen" : ""}`;
     });
     const steps = Array.from({ length: SHADES }, (_, i) => el("i", { class: colour(i) }));
-    replace(scale, number(low), " ", el("span", { class: "shades", "aria-hidden": "true" }, steps), " ", number(high), el("span", { class: "unseen-key" }, "struck through: not seen by the loss"), absent.length ? ` Not recorded: ${absent.join(", ")}.` : "");
+    replace(
+      scale,
+      number(low),
+      " ",
+      el("span", { class: "shades", "aria-hidden": "true" }, steps),
+      " ",
+      number(high),
+      el("span", { class: "unseen-key" }, "struck through: not seen by the loss"),
+      absent.length ? ` Not recorded: ${absent.join(", ")}.` : "",
+    );
   }
 
   function read(i) {
     const entry = (label, value) => el("div", {}, el("dt", {}, label), el("dd", {}, value));
-    replace(numbers, entry("token", `${i} of ${spans.length}`), entry("text", JSON.stringify(visible(tokens.texts[i]))), entry("id", tokens.ids[i]), known.map(([name, label]) => entry(label, exact(tokens[name][i]))));
+    replace(
+      numbers,
+      entry("token", `${i} of ${spans.length}`),
+      entry("text", JSON.stringify(visible(tokens.texts[i]))),
+      entry("id", tokens.ids[i]),
+      known.map(([name, label]) => entry(label, exact(tokens[name][i]))),
+    );
     for (const span of text.querySelectorAll(".read")) span.classList.remove("read");
     spans[i].classList.add("read");
   }
@@ -61,7 +82,9 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
   text.addEventListener("keydown", (event) => {
     const now = Number(under(event) ?? 0);
     const last = spans.length - 1;
-    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, ArrowUp: now - 10, ArrowDown: now + 10, Home: 0, End: last }[event.key];
+    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, ArrowUp: now - 10, ArrowDown: now + 10, Home: 0, End: last }[
+      event.key
+    ];
     if (to === undefined) return;
     event.preventDefault();
     spans[now].tabIndex = -1;
@@ -69,13 +92,28 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
     target.tabIndex = 0;
     target.focus();
   });
-  const chooser = select("Colour", known.map(([name, label]) => [name, label]), measure?.[0] ?? "", (name) => {
-    measure = known.find((each) => each[0] === name);
-    note({ colour: name });
-    paint();
-  });
+  const chooser = select(
+    "Colour",
+    known.map(([name, label]) => [name, label]),
+    measure?.[0] ?? "",
+    (name) => {
+      measure = known.find((each) => each[0] === name);
+      note({ colour: name });
+      paint();
+    },
+  );
   text.append(...spans);
-  replace(place, el("section", { class: "token-panel", "aria-label": `Tokens of completion ${one.index}` }, el("div", { class: "tools" }, el("h3", {}, `Tokens of completion ${one.index}`), known.length ? chooser : null), scale, text, numbers));
+  replace(
+    place,
+    el(
+      "section",
+      { class: "token-panel", "aria-label": `Tokens of completion ${one.index}` },
+      el("div", { class: "tools" }, el("h3", {}, `Tokens of completion ${one.index}`), known.length ? chooser : null),
+      scale,
+      text,
+      numbers,
+    ),
+  );
   if (measure) paint();
   if (spans.length) read(0);
 }

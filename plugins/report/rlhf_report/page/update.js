@@ -16,41 +16,88 @@ const SORTS = [
   ["-length", "longest"],
   ["length", "shortest"],
 ];
+// What every completion has; its rewards come from the answer.
+const FIELDS = ["reward", "advantage", "length", "version", "age"];
 const SOON = 250;
 
 export async function showUpdate([, id, stageName, , updateText], query) {
   const run = await get("runs", id);
   const stage = stageOf(run, stageName);
   const update = Number(updateText);
-  const wanted = { update, sort: query.sort ?? "order", search: query.search, finish: query.finish, reward_min: query.reward_min, reward_max: query.reward_max, offset: query.offset ?? 0, limit: LIMIT };
+  const { search, finish, where, least, most } = query;
+  const wanted = {
+    update,
+    search,
+    finish,
+    where,
+    least,
+    most,
+    sort: query.sort ?? "order",
+    offset: query.offset ?? 0,
+    limit: LIMIT,
+  };
   const answer = await get("runs", id, stage.name, "rollouts", wanted);
+  const turns = el("div", {}, turn(id, stage, update));
   const content = [
     el("h1", {}, `Update ${number(update)}`, " ", el("small", {}, `rollout ${number(answer.rollout)}`)),
-    turn(id, stage, update),
+    turns,
     tools(answer, query),
     count(answer, query, "group"),
-    el("div", { class: "groups" }, answer.groups.map((group) => groupOf(group, id, stage.name, query, update))),
+    el(
+      "div",
+      { class: "groups" },
+      answer.groups.map((group) => groupOf(group, id, stage.name, query, update)),
+    ),
     pager(answer, query),
   ];
-  return { title: `${stage.name}, update ${update}`, path: pathTo(run, stage, `update ${update}`), content };
+  return {
+    title: `${stage.name}, update ${update}`,
+    path: pathTo(run, stage, `update ${update}`),
+    content,
+    refresh: isFrozen()
+      ? null
+      : async () => replace(turns, turn(id, stageOf(await get("runs", id), stage.name), update)),
+  };
 }
 
 export async function showSearch([, id, stageName], query) {
   const run = await get("runs", id);
   const stage = stageOf(run, stageName);
-  const answer = query.search ? await get("runs", id, stage.name, "rollouts", { search: query.search, sort: query.sort ?? "order", offset: query.offset ?? 0, limit: LIMIT }) : { groups: [], total: 0 };
+  const answer = query.search
+    ? await get("runs", id, stage.name, "rollouts", {
+        search: query.search,
+        sort: query.sort ?? "order",
+        offset: query.offset ?? 0,
+        limit: LIMIT,
+      })
+    : { groups: [], total: 0 };
   const content = [
     el("h1", {}, "Search ", el("small", {}, `in the completions of ${stage.name}`)),
-    el("div", { class: "tools" }, searchField(query, "words of a completion or prompt"), select("Sort", SORTS, query.sort ?? "order", (sort) => choose({ sort, offset: null }))),
-    query.search ? count(answer, query, "group") : el("p", { class: "note" }, "Any word of any completion of this stage."),
-    el("div", { class: "groups" }, answer.groups.map((group) => groupOf(group, id, stage.name, query, group.update))),
+    el(
+      "div",
+      { class: "tools" },
+      searchField(query, "words of a completion or prompt"),
+      select("Sort", SORTS, query.sort ?? "order", (sort) => choose({ sort, offset: null })),
+    ),
+    query.search
+      ? count(answer, query, "group")
+      : el("p", { class: "note" }, "Any word of any completion of this stage."),
+    el(
+      "div",
+      { class: "groups" },
+      answer.groups.map((group) => groupOf(group, id, stage.name, query, group.update)),
+    ),
     pager(answer, query),
   ];
   return { title: `${stage.name}, search`, path: pathTo(run, stage, "search"), content };
 }
 
 export function pathTo(run, stage, text) {
-  return [[run.name ?? run.dir, link(["run", run.id])], [stage.name, link(["run", run.id, stage.name])], [text, ""]];
+  return [
+    [run.name ?? run.dir, link(["run", run.id])],
+    [stage.name, link(["run", run.id, stage.name])],
+    [text, ""],
+  ];
 }
 
 // Links to the update before and after that has rollouts, and a choice among all.
@@ -70,13 +117,26 @@ export function steps(all, now, to) {
     "nav",
     { class: "turn", "aria-label": "Updates" },
     before === undefined ? null : el("a", { class: "button", rel: "prev", href: to(before) }, `← ${before}`),
-    all.length > 1 ? select("Update", [...new Set([...all, now])].sort((a, b) => a - b).map((each) => [each, each]), now, go) : null,
+    all.length > 1
+      ? select(
+          "Update",
+          [...new Set([...all, now])].sort((a, b) => a - b).map((each) => [each, each]),
+          now,
+          go,
+        )
+      : null,
     after === undefined ? null : el("a", { class: "button", rel: "next", href: to(after) }, `${after} →`),
   );
 }
 
 export function searchField(query, placeholder) {
-  const field = el("input", { type: "search", placeholder: `${placeholder} (/)`, "aria-label": placeholder, value: query.search ?? "", "data-key": "search" });
+  const field = el("input", {
+    type: "search",
+    placeholder: `${placeholder} (/)`,
+    "aria-label": placeholder,
+    value: query.search ?? "",
+    "data-key": "search",
+  });
   let later = 0;
   field.addEventListener("input", () => {
     clearTimeout(later);
@@ -87,20 +147,29 @@ export function searchField(query, placeholder) {
 
 function bound(label, name, query) {
   const field = el("input", { type: "number", step: "any", value: query[name] ?? "", "data-key": name });
-  field.addEventListener("change", () => choose({ [name]: field.value, offset: null }));
+  field.addEventListener("change", () => choose({ [name]: field.value, where: query.where ?? "reward", offset: null }));
   return el("label", {}, `${label} `, field);
 }
 
 function tools(answer, query) {
+  const fields = [...new Set([...FIELDS, ...(answer.rewards ?? [])])];
   const finishes = [["", "any"], ...(answer.finishes ?? []).map((finish) => [finish, finish])];
   return el(
     "div",
     { class: "tools" },
     searchField(query, "search these texts"),
     select("Sort", SORTS, query.sort ?? "order", (sort) => choose({ sort, offset: null })),
-    finishes.length > 2 ? select("Ended", finishes, query.finish ?? "", (finish) => choose({ finish, offset: null })) : null,
-    bound("Reward from", "reward_min", query),
-    bound("to", "reward_max", query),
+    finishes.length > 2
+      ? select("Ended", finishes, query.finish ?? "", (finish) => choose({ finish, offset: null }))
+      : null,
+    select(
+      "With",
+      fields.map((name) => [name, name]),
+      query.where ?? "reward",
+      (where) => choose({ where, offset: null }),
+    ),
+    bound("from", "least", query),
+    bound("to", "most", query),
   );
 }
 
@@ -115,9 +184,15 @@ export function count(answer, query, thing) {
 export function pager(answer, query, limit = LIMIT) {
   const offset = Number(query.offset ?? 0);
   const total = answer.total ?? 0;
-  const page = (to, text) => el("button", { type: "button", on: { click: () => choose({ offset: to || null }) } }, text);
+  const page = (to, text) =>
+    el("button", { type: "button", on: { click: () => choose({ offset: to || null }) } }, text);
   if (total <= limit) return null;
-  return el("div", { class: "turn" }, offset > 0 ? page(Math.max(0, offset - limit), "Previous page") : null, offset + limit < total ? page(offset + limit, "Next page") : null);
+  return el(
+    "div",
+    { class: "turn" },
+    offset > 0 ? page(Math.max(0, offset - limit), "Previous page") : null,
+    offset + limit < total ? page(offset + limit, "Next page") : null,
+  );
 }
 
 function groupOf(group, id, stage, query, update) {
@@ -126,17 +201,59 @@ function groupOf(group, id, stage, query, update) {
   const place = el("div");
   const shownToken = (query.completion ?? "").split(".");
   const openTokens = (one) => choose({ completion: `${update}.${one.index}`, at: null });
-  const cards = group.completions.map((one) => card(one, () => openTokens(one), shownToken[0] === String(update) && shownToken[1] === String(one.index)));
-  const one = group.completions.find(({ index, indices }) => shownToken[0] === String(update) && (indices ?? [index]).map(String).includes(shownToken[1]));
+  const cards = group.completions.map((one) =>
+    card(one, () => openTokens(one), shownToken[0] === String(update) && shownToken[1] === String(one.index)),
+  );
+  const one = group.completions.find(
+    ({ index, indices }) =>
+      shownToken[0] === String(update) && (indices ?? [index]).map(String).includes(shownToken[1]),
+  );
   if (one) {
-    showTokens(place, { id, stage, rollout, update, one, query }).catch((error) => replace(place, el("p", { class: "message failed" }, error.message)));
+    showTokens(place, { id, stage, rollout, update, one, query }).catch((error) =>
+      replace(place, el("p", { class: "message failed" }, error.message)),
+    );
   }
-  const other = (to, text) => (Number.isFinite(to) ? el("a", { href: link(["run", id, stage, "update", to], { at: `group ${to} ${group.row}` }) }, text) : null);
+  const other = (to, text) =>
+    Number.isFinite(to)
+      ? el("a", { href: link(["run", id, stage, "update", to], { at: `group ${to} ${group.row}` }) }, text)
+      : null;
   return el(
     "section",
     { class: "group item", tabindex: "-1", "data-key": key, "aria-label": `Group of row ${group.row}` },
-    el("header", {}, el("h2", {}, `row ${group.row}`, query.search && !location.hash.includes("/update/") ? el("small", {}, " ", el("a", { class: "open", href: link(["run", id, stage, "update", update], { at: key }) }, `update ${update}`)) : null), facts(group), el("span", { class: "same" }, other(group.previous, "← this prompt before"), other(group.next, "this prompt next →"))),
-    el("details", { class: "prompt", open: true, "data-key": `prompt ${key}` }, el("summary", {}, "Prompt"), group.messages ? conversation(group.messages) : el("div", { class: "text" }, group.prompt)),
+    el(
+      "header",
+      {},
+      el(
+        "h2",
+        {},
+        `row ${group.row}`,
+        query.search && !location.hash.includes("/update/")
+          ? el(
+              "small",
+              {},
+              " ",
+              el(
+                "a",
+                { class: "open", href: link(["run", id, stage, "update", update], { at: key }) },
+                `update ${update}`,
+              ),
+            )
+          : null,
+      ),
+      facts(group),
+      el(
+        "span",
+        { class: "same" },
+        other(group.previous, "← this prompt before"),
+        other(group.next, "this prompt next →"),
+      ),
+    ),
+    el(
+      "details",
+      { class: "prompt", open: true, "data-key": `prompt ${key}` },
+      el("summary", {}, "Prompt"),
+      group.messages ? conversation(group.messages) : el("div", { class: "text" }, group.prompt),
+    ),
     el("div", { class: "completions" }, cards),
     place,
   );
@@ -163,14 +280,55 @@ function card(one, open, isOpen) {
   return el(
     "article",
     { class: `completion${isOpen ? " open" : ""}`, "aria-label": `Completion ${one.index}` },
-    el("p", { class: "rewards" }, el("b", { title: exact(one.reward) }, number(one.reward)), one.copies > 1 ? el("span", { class: "copies", title: `equal completions: ${(one.indices ?? []).join(", ")}` }, `×${one.copies}`) : null, Number.isFinite(one.advantage) ? el("span", { class: one.advantage < 0 ? "bad" : "good", title: `advantage ${exact(one.advantage)}` }, `advantage ${signed(one.advantage)}`) : null),
-    rewards.length > 1 ? el("dl", { class: "by-function" }, rewards.map(([name, value]) => el("div", {}, el("dt", {}, breakable(name)), el("dd", { title: exact(value) }, number(value))))) : null,
-    one.messages ? conversation(one.messages) : el("div", { class: "text", tabindex: "0" }, one.text === "" ? el("i", {}, "empty") : one.text),
-    el("p", { class: "tags" }, tags.map((tag) => el("span", {}, tag)), isFrozen() ? null : el("button", { type: "button", "data-key": `tokens of ${one.index}`, on: { click: open } }, "Tokens")),
+    el(
+      "p",
+      { class: "rewards" },
+      el("b", { title: exact(one.reward) }, number(one.reward)),
+      one.copies > 1
+        ? el(
+            "span",
+            { class: "copies", title: `equal completions: ${(one.indices ?? []).join(", ")}` },
+            `×${one.copies}`,
+          )
+        : null,
+      Number.isFinite(one.advantage)
+        ? el(
+            "span",
+            { class: one.advantage < 0 ? "bad" : "good", title: `advantage ${exact(one.advantage)}` },
+            `advantage ${signed(one.advantage)}`,
+          )
+        : null,
+    ),
+    rewards.length > 1
+      ? el(
+          "dl",
+          { class: "by-function" },
+          rewards.map(([name, value]) =>
+            el("div", {}, el("dt", {}, breakable(name)), el("dd", { title: exact(value) }, number(value))),
+          ),
+        )
+      : null,
+    one.messages
+      ? conversation(one.messages)
+      : el("div", { class: "text", tabindex: "0" }, one.text === "" ? el("i", {}, "empty") : one.text),
+    el(
+      "p",
+      { class: "tags" },
+      tags.map((tag) => el("span", {}, tag)),
+      isFrozen()
+        ? null
+        : el("button", { type: "button", "data-key": `tokens of ${one.index}`, on: { click: open } }, "Tokens"),
+    ),
   );
 }
 
 function conversation(messages) {
-  const entry = ({ role, content, name, policy }) => el("li", { class: policy ? "policy" : null }, el("b", {}, role, name ? ` ${name}` : ""), el("div", { class: "text" }, content));
+  const entry = ({ role, content, name, policy }) =>
+    el(
+      "li",
+      { class: policy ? "policy" : null },
+      el("b", {}, role, name ? ` ${name}` : ""),
+      el("div", { class: "text" }, content),
+    );
   return el("ol", { class: "conversation", tabindex: "0" }, messages.map(entry));
 }
