@@ -1,4 +1,4 @@
-"""A page in Chromium without a window: opened, read, typed into and pictured over its own protocol, without a package."""
+"""A page in Chromium without a window: opened, read, typed into and pictured over its own protocol."""
 
 from __future__ import annotations
 
@@ -142,14 +142,19 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
+    def box(self, selector: str) -> dict[str, float]:
+        """Scroll to the first element that a selector finds; return its `x`, `y`, `width`, `height` on the screen."""
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.read(f"{element}.scrollIntoView({{block: 'center'}})")
+        found: dict[str, float] = self.read(f"{element}.getBoundingClientRect().toJSON()")
+        return found
+
     def click(self, selector: str) -> None:
         """Click the middle of the first element that a selector finds."""
-        box = self.read(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-            " const b = e.getBoundingClientRect(); return {x: b.x + b.width / 2, y: b.y + b.height / 2}; })()"
-        )
+        box = self.box(selector)
+        middle = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **box)
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **middle)
 
     def picture(self, file: Path, *, whole: bool = True) -> None:
         """Write a PNG of the page, of all of it or of what the window shows."""

@@ -175,13 +175,10 @@ def test_three_clicks_lead_from_a_kink_to_a_tokens_numbers(browser: Chromium) ->
 
 def place_of(browser: Chromium, plot: str, update: int) -> dict[str, float]:
     """Return where an update is in a chart of updates 1 to 60, scrolling to it."""
-    box = browser.read(
-        f"(() => {{ const e = document.querySelector({json.dumps(plot)}); e.scrollIntoView({{block: 'center'}});"
-        " const b = e.getBoundingClientRect(); return {x: b.x, y: b.y + 80, width: b.width}; })()"
-    )
+    box = browser.box(plot)
     left, right = 52, 10
     share = (update - 1) / (page_answers.UPDATES - 1)
-    return {"x": box["x"] + left + share * (box["width"] - left - right), "y": box["y"]}
+    return {"x": box["x"] + left + share * (box["width"] - left - right), "y": box["y"] + 80}
 
 
 def click_at(browser: Chromium, plot: str, update: int) -> None:
