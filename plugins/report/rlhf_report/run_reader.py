@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core import InputError
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
 
-RESOLVED = "pipeline.resolved.toml"
+RESOLVED, EVENTS, METRICS = "pipeline.resolved.toml", "events.jsonl", "metrics.jsonl"
 Floats = NDArray[np.float64]
 LARGEST = float(np.finfo(np.float32).max)
 """Charts use float32: larger numbers count as not finite."""
