@@ -40,19 +40,20 @@ class GrowingRows:
     def refresh(self) -> None:
         """Read the lines that were added and end; none where the file is missing. Raises OSError."""
         try:
-            file = open(self.path, "rb")
+            with open(self.path, "rb") as file:
+                self._read(file)
         except FileNotFoundError:
             self._restart(0)
-            return
-        with file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset or not self._continues(file):
-                self._restart(status.st_ino)
-            file.seek(self._offset)
-            for line in _whole_lines(file):
-                self._offset += len(line)
-                self._last = line[-64:]
-                self._add(line)
+
+    def _read(self, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._offset or not self._continues(file):
+            self._restart(status.st_ino)
+        file.seek(self._offset)
+        for line in _whole_lines(file):
+            self._offset += len(line)
+            self._last = line[-64:]
+            self._add(line)
 
     def _continues(self, file: BinaryIO) -> bool:
         file.seek(self._offset - len(self._last))

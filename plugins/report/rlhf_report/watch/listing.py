@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,12 @@ def fingerprint(path: Path) -> Fingerprint:
     """Identify the content of a run's files by their sizes and times, and whether it is running."""
     marks: list[Any] = [_is_running(path), _mark(path / EVENTS), _mark(path / RESOLVED)]
     for folder in (path, *_folders(path)):
-        marks += [folder.name, _mark(folder / METRICS), _mark(folder / "stage.json"), _mark(folder / "plan.json")]
+        marks += [
+            folder.name,
+            _mark(folder / METRICS),
+            _mark(folder / "stage.json"),
+            _mark(folder / "plan.json"),
+        ]
     return tuple(marks)
 
 
@@ -131,7 +137,9 @@ def _entry(path: Path) -> dict[str, Any]:
     return entry | _progress(spread, last, entry["updates"], state)
 
 
-def _progress(spread: Sequence[Row], last: Sequence[Row], planned: int | None, state: RunState) -> dict[str, Any]:
+def _progress(
+    spread: Sequence[Row], last: Sequence[Row], planned: int | None, state: RunState
+) -> dict[str, Any]:
     """Describe how far a stage is, by rows of its metrics.jsonl."""
     newest: dict[str, float] = {}
     for row in last:
@@ -164,16 +172,27 @@ def seconds_left(rows: Sequence[Row], planned: int) -> float | None:
 
 
 def _spark(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    values = [value for row in rows if (value := finite(row.get(name))) is not None]
-    if len(values) > SPARK:
-        values = [values[i * (len(values) - 1) // (SPARK - 1)] for i in range(SPARK)]
-    return {"name": name, "values": values}
+    """Take the metric's values at most `SPARK` updates that are evenly spread; the rows lie closer at the end."""
+    points = [
+        (step, value)
+        for row in rows
+        if (value := finite(row.get(name))) is not None and (step := finite(row.get("step"))) is not None
+    ]
+    if len(points) > SPARK:
+        first, last = points[0][0], points[-1][0]
+        wanted = [first + (last - first) * i / (SPARK - 1) for i in range(SPARK)]
+        steps = [step for step, _ in points]
+        places = dict.fromkeys(min(bisect_left(steps, step), len(steps) - 1) for step in wanted)
+        points = [points[place] for place in places]
+    return {"name": name, "values": [value for _, value in points]}
 
 
 def important(names: Any) -> list[str]:
     """Order the metrics of a list: those of the short table, a policy's reward before its loss."""
     every = list(names)
-    ordered = [name for key in charts.key_metrics(every) for name in (key, charts.EVAL + key) if name in every]
+    ordered = [
+        name for key in charts.key_metrics(every) for name in (key, charts.EVAL + key) if name in every
+    ]
     if "reward" in ordered:
         ordered.remove("reward")
         ordered.insert(0, "reward")
