@@ -222,7 +222,7 @@ def current_stage(run: RunDirectory, events: Sequence[Row]) -> StageDirectory | 
     begun = [stage for stage in run.stages if stage.spec or stage.has_metrics]
     last = next((str(event["stage"]) for event in reversed(events) if event.get("stage")), None)
     named = [stage for stage in begun if stage.name == last]
-    return (named or begun or [None])[-1]
+    return next(reversed(named or begun), None)
 
 
 def state_of(run: RunDirectory, events: Sequence[Row]) -> tuple[RunState, str | None]:

@@ -21,6 +21,9 @@ WHERE = ("reward", "advantage", "length", "version", "age")
 MOST = 200
 """Groups of one answer."""
 
+Decode = Callable[[Sequence[int], Sequence[int]], list[str]]
+"""From ids, and the ids before them, to the text of each."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -158,11 +161,13 @@ def _rank(group: Mapping[str, Any], by: str, sign: int) -> float:
 
 
 def folded(rollout: Sampled, members: Sequence[int]) -> list[dict[str, Any]]:
-    """Describe the completions of a group; equal ones with equal rewards and ends are one, with its `copies`."""
+    """Describe the completions of a group; equal ones with equal numbers are one, with its `copies`."""
     by_text: dict[str, dict[str, Any]] = {}
     for i in members:
         one = completion(rollout, i)
-        key = json.dumps([one[n] for n in ("text", "reward", "rewards", "finish", "length")], default=str)
+        key = json.dumps(
+            [one[n] for n in ("text", "reward", "rewards", "advantage", "finish", "length")], default=str
+        )
         same = by_text.setdefault(key, one)
         same["indices"].append(i)
     return [one | {"copies": len(one["indices"])} for one in by_text.values()]
@@ -267,7 +272,7 @@ def tokens(
     rollout: Sampled,
     i: int,
     values: Mapping[str, np.ndarray],
-    decode: Callable[[Sequence[int]], list[str]] | None,
+    decode: Decode | None,
 ) -> dict[str, Any]:
     """Describe the tokens of completion i, one value for each, null where one is not known.
 
@@ -278,11 +283,12 @@ def tokens(
     ids = [int(each) for each in arrays["samples_tokens"][i, :length]]
     mask = arrays["samples_mask"][i, :length].astype(bool)
     before = int(arrays["samples_mask"][:i].sum())
+    prompt = _prompt(rollout, i)
     found = {
         "index": i,
         "update": rollout.update,
         "ids": ids,
-        "texts": None if decode is None else decode(ids),
+        "texts": None if decode is None else decode(ids, prompt or []),
         "mask": [int(each) for each in mask],
         "sampler_logps": _numbers(arrays["samples_logps"][i, :length], mask),
         "versions": [None if (v := _item(arrays, "samples_version", i)) is None else v] * length,
@@ -298,10 +304,9 @@ def tokens(
     trainer = _kept_logps(arrays, i, length, mask)
     if found["trainer_logps"] is None and trainer is not None:
         found["trainer_logps"] = trainer
-    prompt = _prompt(rollout, i)
     found["prompt"] = None
     if prompt is not None:
-        found["prompt"] = {"ids": prompt, "texts": None if decode is None else decode(prompt)}
+        found["prompt"] = {"ids": prompt, "texts": None if decode is None else decode(prompt, [])}
     return found
 
 
@@ -357,16 +362,20 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {}
 
 
-def texts_of_tokens(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
-    """Return a function from ids to the text of each, which are the decoded text when they are joined.
+def texts_of_tokens(tokenizer: Any) -> Decode:
+    """Return a function from ids, and those before them, to the text of each id; joined they are the decoded text.
 
     A character of several tokens belongs to the last of them.
     """
 
-    def decode(ids: Sequence[int]) -> list[str]:
-        return list(_pieces(tokenizer, ids))
+    def decode(ids: Sequence[int], before: Sequence[int]) -> list[str]:
+        return list(_pieces(tokenizer, [*before[-CONTEXT:], *ids]))[len(before[-CONTEXT:]) :]
 
     return decode
+
+
+CONTEXT = 4
+"""Ids before a text that its first token is read after: some tokenizers drop a space at the beginning of a text."""
 
 
 def _pieces(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:

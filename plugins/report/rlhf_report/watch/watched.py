@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rlhf_report.watch.comparing import compared
 from rlhf_report.watch.listing import RunList
 from rlhf_report.watch.places import find_runs, is_within
 from rlhf_report.watch.rollout_view import (
+    Decode,
     Sampled,
     Wanted,
     groups_of,
@@ -204,7 +205,7 @@ class Watched:
             raise BadRequest(f"the run has no stage '{name}'.{suggest(name, list(stages))}", status=404)
         return stages[name]
 
-    def _decoder(self, run: WatchedRun, files: StageDirectory) -> Callable[[Sequence[int]], list[str]] | None:
+    def _decoder(self, run: WatchedRun, files: StageDirectory) -> Decode | None:
         """Return what decodes the tokens of a stage; None where its tokenizer is not at hand."""
         path = model_of(files, run.path)
         if path is None or (path.is_relative_to(run.path) and not is_within(path, run.path)):
