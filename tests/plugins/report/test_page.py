@@ -298,6 +298,19 @@ def test_charts_are_drawn_in_a_picture_and_on_paper(browser: Chromium, address: 
     assert browser.read(CONTRAST) == []
 
 
+def test_a_key_is_asked_for_and_given_in_a_request(browser: Chromium) -> None:
+    with page_answers.serve(page_answers.answers(), key="right") as address:
+        browser.open(f"{address}#/run/a")
+        field = "document.querySelector('input[type=password]')"
+        give = "document.querySelector('.key-form button').click()"
+        browser.read(f"{field}.value = 'wrong'; {give}")
+        browser.wait("document.body.innerText.includes('This is not the key.')")
+        browser.read(f"{field}.value = 'right'; {give}")
+        browser.wait("document.querySelector('.chart')")
+        assert "right" not in browser.read("location.href")
+    browser.errors.clear()  # a browser notes an answer of 401 as one
+
+
 def test_a_server_that_is_gone_is_said(browser: Chromium) -> None:
     with page_answers.serve(page_answers.answers()) as address:
         browser.open(f"{address}#/run/a")

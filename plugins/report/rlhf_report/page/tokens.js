@@ -15,7 +15,7 @@ const MEASURES = [
   ["versions", "version", "low"],
 ];
 
-// Draw the tokens of a completion into a place. choice: {id, stage, rollout, update, one, query}.
+// Draw the tokens of a completion into a place. choice: {id, stage, rollout, one, query}.
 export async function showTokens(place, { id, stage, rollout, one, query }) {
   const tokens = await get("runs", id, stage, "rollouts", rollout, "completions", one.index);
   tokens.differences = differences(tokens);
@@ -46,12 +46,18 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
     const steps = Array.from({ length: SHADES }, (_, i) => el("i", { class: colour(i) }));
     replace(
       scale,
-      number(low),
-      " ",
-      el("span", { class: "shades", "aria-hidden": "true" }, steps),
-      " ",
-      number(high),
-      el("span", { class: "unseen-key" }, "struck through: not seen by the loss"),
+      el(
+        "span",
+        { class: "shades" },
+        number(low),
+        " ",
+        el("span", { "aria-hidden": "true" }, steps),
+        " ",
+        number(high),
+      ),
+      tokens.mask?.some((seen) => !seen)
+        ? el("span", { class: "unseen-key" }, "struck through: not seen by the loss")
+        : null,
       absent.length ? ` Not recorded: ${absent.join(", ")}.` : "",
     );
   }
