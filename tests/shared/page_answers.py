@@ -212,6 +212,11 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "api/runs/a/rm/evaluations": {
             "evaluations": [{"update": update, "metrics": {"eval_accuracy": 0.75}} for update in (2, 4)]
         },
+        "api/runs/a/rm/evaluations/2": {
+            "before": None,
+            "update": 2,
+            "rows": [row | {"values": {"chosen": 0.5}, "change": None} for row in rows],
+        },
         "api/runs/a/rm/evaluations/4": {
             "before": 2,
             "update": 4,

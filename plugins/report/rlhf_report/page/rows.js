@@ -62,7 +62,7 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
   const content = [
     el("h1", {}, `Evaluation at update ${number(update)}`),
     steps(
-      evaluations.map((each) => each.update),
+      stage.evaluations ?? [],
       update,
       (other) => link(["run", id, stage.name, "evaluation", other], { sort: query.sort }),
     ),
