@@ -1,0 +1,86 @@
+"""The index of a stage's completions for searches, in the user's cache directory: a run is never written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+from rlhf_core.runs import StageDirectory
+from rlhf_report.watch.rollout_view import text_of
+
+VERSION = 1
+"""Of the tables; an index of another version is made anew."""
+
+
+def cache_directory() -> Path:
+    """Return the folder of the indices, under XDG_CACHE_HOME or ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "rlhf" / "watch"
+
+
+class SearchIndex:
+    """Texts of a stage's completions by rollout, of which those are added that the journal has gained."""
+
+    def __init__(self, stage: StageDirectory) -> None:
+        name = hashlib.sha256(os.fsencode(stage.dir)).hexdigest()[:24]
+        self.path = cache_directory() / f"{name}-{VERSION}.sqlite"
+
+    def refresh(self, stage: StageDirectory) -> None:
+        """Add rollouts that are new or were written anew, and drop those that are gone. Raises OSError."""
+        with closing(self._open()) as database, database:
+            known = dict(database.execute("SELECT number, mark FROM rollouts"))
+            there = {number: _mark(stage, number) for number in stage.rollout_numbers}
+            for number in [n for n, mark in known.items() if there.get(n) != mark]:
+                database.execute("DELETE FROM rollouts WHERE number = ?", (number,))
+                database.execute("DELETE FROM texts WHERE number = ?", (number,))
+            for number, mark in there.items():
+                if known.get(number) != mark:
+                    texts = list(_texts(stage, number))
+                    rows = [(number, place, text.lower()) for place, text in enumerate(texts)]
+                    database.executemany("INSERT INTO texts VALUES (?, ?, ?)", rows)
+                    database.execute("INSERT INTO rollouts VALUES (?, ?)", (number, mark))
+
+    def find(self, text: str) -> dict[int, list[int]]:
+        """Return {rollout: completions} with a text in them, capital letters or not, oldest first."""
+        found: dict[int, list[int]] = {}
+        with closing(self._open()) as database:
+            query = "SELECT number, place FROM texts WHERE instr(text, ?) ORDER BY number, place"
+            for number, place in database.execute(query, (text.lower(),)):
+                found.setdefault(number, []).append(place)
+        return found
+
+    def _open(self) -> sqlite3.Connection:
+        """Open the file, made anew where it is damaged. It is the user's alone: completions may be private."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            return self._connected()
+        except sqlite3.DatabaseError:
+            self.path.unlink(missing_ok=True)
+            return self._connected()
+
+    def _connected(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self.path, timeout=30)
+        os.chmod(self.path, 0o600)
+        database.execute("CREATE TABLE IF NOT EXISTS rollouts (number INTEGER PRIMARY KEY, mark TEXT)")
+        database.execute("CREATE TABLE IF NOT EXISTS texts (number INTEGER, place INTEGER, text TEXT)")
+        database.execute("CREATE INDEX IF NOT EXISTS by_number ON texts (number)")
+        return database
+
+
+def _mark(stage: StageDirectory, number: int) -> str:
+    try:
+        status = (stage.dir / "journal" / f"rollout-{number:06d}.zip").stat()
+    except OSError:
+        return ""
+    return f"{status.st_mtime_ns} {status.st_size}"
+
+
+def _texts(stage: StageDirectory, number: int) -> Iterator[str]:
+    """Yield the texts that a search looks in: a completion's, without half characters, which SQLite refuses."""
+    file = stage.rollout_file(number)
+    for sample in () if file is None else file.samples:
+        yield text_of(sample.get("completion")).encode(errors="replace").decode()
