@@ -109,6 +109,14 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
     },
   );
   text.append(...spans);
+  const asked = tokens.prompt?.texts?.map((each) => el("span", { class: "token" }, shownToken(each)));
+  const prompt = asked
+    ? el(
+        "div",
+        { class: "tokens prompt-tokens", "aria-label": "Tokens of the prompt, which the loss does not see" },
+        asked,
+      )
+    : null;
   replace(
     place,
     el(
@@ -116,6 +124,7 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
       { class: "token-panel", "aria-label": `Tokens of completion ${one.index}` },
       el("div", { class: "tools" }, el("h3", {}, `Tokens of completion ${one.index}`), known.length ? chooser : null),
       scale,
+      prompt,
       text,
       numbers,
     ),

@@ -18,6 +18,7 @@ const SORTS = [
 ];
 // What every completion has; its rewards come from the answer.
 const FIELDS = ["reward", "advantage", "length", "version", "age"];
+const ADVANTAGE = { [-1]: "bad", 0: "none", 1: "good" };
 const SOON = 250;
 
 export async function showUpdate([, id, stageName, , updateText], query) {
@@ -280,7 +281,7 @@ function card(one, open, isOpen) {
       Number.isFinite(one.advantage)
         ? el(
             "span",
-            { class: one.advantage < 0 ? "bad" : "good", title: `advantage ${exact(one.advantage)}` },
+            { class: ADVANTAGE[Math.sign(one.advantage)], title: `advantage ${exact(one.advantage)}` },
             `advantage ${signed(one.advantage)}`,
           )
         : null,
