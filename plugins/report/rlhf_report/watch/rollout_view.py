@@ -94,7 +94,7 @@ def read_sampled(stage: StageDirectory, update: int) -> Sampled | None:
         advantages = [_mean(kept[i][mask[i]] if kept.ndim > 1 else kept[i]) for i in range(len(samples))]
     elif len(prepared) == len(samples):
         advantages = [finite(row.get("advantage")) for row in prepared]
-    group = _group(stage, samples, arrays)
+    group = group_size(stage, samples, arrays)
     return Sampled(number, first, group, samples, arrays, advantages)
 
 
@@ -102,7 +102,8 @@ def _mean(values: Any) -> float | None:
     return finite(float(np.mean(values))) if np.size(values) else None
 
 
-def _group(stage: StageDirectory, samples: Sequence[Any], arrays: Mapping[str, np.ndarray]) -> int:
+def group_size(stage: StageDirectory, samples: Sequence[Any], arrays: Mapping[str, np.ndarray]) -> int:
+    """Return how many completions each prompt of a rollout has."""
     prompts = arrays.get("prompts")
     if prompts is not None and len(prompts):
         return max(len(samples) // len(prompts), 1)

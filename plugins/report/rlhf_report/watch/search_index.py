@@ -10,10 +10,13 @@ from contextlib import closing
 from pathlib import Path
 
 from rlhf_core.runs import StageDirectory
-from rlhf_report.watch.rollout_view import text_of
+from rlhf_report.watch.listing import finite
+from rlhf_report.watch.rollout_view import group_size, text_of
 
 VERSION = 1
 """Of the tables; an index of another version is made anew."""
+SORTS = ("order", "reward", "length")
+"""What the index can sort by."""
 
 
 def cache_directory() -> Path:
@@ -39,19 +42,24 @@ class SearchIndex:
                 database.execute("DELETE FROM texts WHERE number = ?", (number,))
             for number, mark in there.items():
                 if known.get(number) != mark:
-                    texts = list(_texts(stage, number))
-                    rows = [(number, place, text.lower()) for place, text in enumerate(texts)]
-                    database.executemany("INSERT INTO texts VALUES (?, ?, ?)", rows)
+                    database.executemany("INSERT INTO texts VALUES (?, ?, ?, ?, ?)", _rows(stage, number))
                     database.execute("INSERT INTO rollouts VALUES (?, ?)", (number, mark))
 
-    def find(self, text: str) -> dict[int, list[int]]:
-        """Return {rollout: completions} with a text in them, capital letters or not, oldest first."""
-        found: dict[int, list[int]] = {}
+    def find(self, text: str, sort: str) -> list[tuple[int, int]]:
+        """Return (rollout, group) of the groups with a text in a completion, capital letters or not.
+
+        sort: one of `SORTS`, with a - for the largest first; of a group, by its completion that comes first so.
+        """
+        by = sort.removeprefix("-")
+        largest = sort.startswith("-")
+        first = f"{'MAX' if largest else 'MIN'}({by})"
+        order = "" if by == "order" else f"{first} IS NULL, {first} {'DESC' if largest else 'ASC'}, "
+        query = (
+            "SELECT number, place FROM texts WHERE instr(text, ?) GROUP BY number, place "
+            f"ORDER BY {order}number, place"
+        )
         with closing(self._open()) as database:
-            query = "SELECT number, place FROM texts WHERE instr(text, ?) ORDER BY number, place"
-            for number, place in database.execute(query, (text.lower(),)):
-                found.setdefault(number, []).append(place)
-        return found
+            return list(database.execute(query, (text.lower(),)))
 
     def _open(self) -> sqlite3.Connection:
         """Open the file, made anew where it is damaged. It is the user's alone: completions may be private."""
@@ -66,7 +74,9 @@ class SearchIndex:
         database = sqlite3.connect(self.path, timeout=30)
         os.chmod(self.path, 0o600)
         database.execute("CREATE TABLE IF NOT EXISTS rollouts (number INTEGER PRIMARY KEY, mark TEXT)")
-        database.execute("CREATE TABLE IF NOT EXISTS texts (number INTEGER, place INTEGER, text TEXT)")
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS texts (number INTEGER, place INTEGER, reward REAL, length REAL, text TEXT)"
+        )
         database.execute("CREATE INDEX IF NOT EXISTS by_number ON texts (number)")
         return database
 
@@ -79,8 +89,12 @@ def _mark(stage: StageDirectory, number: int) -> str:
     return f"{status.st_mtime_ns} {status.st_size}"
 
 
-def _texts(stage: StageDirectory, number: int) -> Iterator[str]:
-    """Yield the texts that a search looks in: a completion's, without half characters, which SQLite refuses."""
+def _rows(stage: StageDirectory, number: int) -> Iterator[tuple[int, int, float | None, float | None, str]]:
+    """Yield a row for each completion: rollout, group, reward, length and text without half characters."""
     file = stage.rollout_file(number)
-    for sample in () if file is None else file.samples:
-        yield text_of(sample.get("completion")).encode(errors="replace").decode()
+    if file is None:
+        return
+    group = group_size(stage, file.samples, file.arrays)
+    for place, sample in enumerate(file.samples):
+        text = text_of(sample.get("completion")).lower().encode(errors="replace").decode()
+        yield number, place // group, finite(sample.get("reward")), finite(sample.get("length")), text

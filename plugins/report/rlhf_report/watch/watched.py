@@ -22,18 +22,20 @@ from rlhf_report.watch.rollout_view import (
     Decode,
     Sampled,
     Wanted,
+    finish,
     groups_of,
     in_order,
     page_of,
     read_arrays,
     read_sampled,
     read_values,
+    rewards_of,
     texts_of_tokens,
     tokens,
 )
 from rlhf_report.watch.rows_view import DataRows, evaluation_of, evaluations_of, model_of, rows_of
 from rlhf_report.watch.run_view import WatchedRun, updates_per_rollout
-from rlhf_report.watch.search_index import SearchIndex
+from rlhf_report.watch.search_index import SORTS, SearchIndex
 
 MOST_OPEN = 8
 """Runs whose metrics are kept in memory."""
@@ -89,7 +91,7 @@ class Watched:
         run = self._run(id)
         files = self._stage(run, stage)
         if update is None:
-            return self._search(run, files, wanted)
+            return self._search(files, wanted)
         rollout = read_sampled(files, update)
         if rollout is None:
             raise BadRequest(f"stage '{stage}' has no completions of update {update}", status=404)
@@ -97,7 +99,7 @@ class Watched:
         self._neighbours(files, rollout, answer["groups"])
         return answer
 
-    def _search(self, run: WatchedRun, files: StageDirectory, wanted: Wanted) -> Json:
+    def _search(self, files: StageDirectory, wanted: Wanted) -> Json:
         """Find completions by a text in them, in the order of the updates or as asked."""
         if not wanted.search:
             raise BadRequest(
@@ -106,41 +108,42 @@ class Watched:
         index = SearchIndex(files)
         with self._searching:
             index.refresh(files)
-        found = index.find(wanted.search)
-        times = updates_per_rollout(files)
-        groups: list[Json] = []
-        finishes: dict[str, None] = {}
-        rewards: dict[str, None] = {}
-        total = 0
-        # Only the rollouts that are shown are read; the others count by the index.
-        by_order = wanted.sort.removeprefix("-") == "order" and not (wanted.finish or wanted.where)
-        enough = wanted.offset + wanted.limit
-        for number, places in found.items():
-            if by_order and total >= enough:
-                total += len({place // size for place in places}) if (size := _size(groups)) else len(places)
-                continue
-            rollout = read_sampled(files, number * times + 1)
-            if rollout is None:
-                continue
-            part = groups_of(rollout, replace(wanted, sort="order"))
-            described = page_of(rollout, replace(wanted, limit=0))
-            finishes |= dict.fromkeys(described["finishes"])
-            rewards |= dict.fromkeys(described["rewards"])
-            groups += [group | {"size": rollout.group} for group in part]
-            total += len(part)
-        if not by_order:
+        filters = wanted.finish or (wanted.where and (wanted.least is not None or wanted.most is not None))
+        if filters or wanted.sort.removeprefix("-") not in SORTS:
+            found = index.find(wanted.search, "order")
+            groups, rollouts = self._found(files, found, replace(wanted, sort="order"))
             groups = in_order(groups, wanted.sort)
-        shown = groups[wanted.offset : enough]
-        for group in shown:
-            del group["size"]
+            total = len(groups)
+            groups = groups[wanted.offset : wanted.offset + wanted.limit]
+        else:
+            found = index.find(wanted.search, wanted.sort)
+            total = len(found)
+            groups, rollouts = self._found(files, found[wanted.offset : wanted.offset + wanted.limit], wanted)
+        samples = [sample for rollout in rollouts for sample in rollout.samples]
         return {
             "rollout": None,
             "update": None,
             "total": total,
-            "finishes": list(finishes),
-            "rewards": list(rewards),
-            "groups": shown,
+            "finishes": list(dict.fromkeys(map(finish, samples))),
+            "rewards": rewards_of(samples),
+            "groups": groups,
         }
+
+    def _found(
+        self, files: StageDirectory, places: Sequence[tuple[int, int]], wanted: Wanted
+    ) -> tuple[list[Json], list[Sampled]]:
+        """Read the groups, (rollout, group), that the index has found, in their order, and the rollouts they are of."""
+        times = updates_per_rollout(files)
+        rollouts: list[Sampled] = []
+        groups: dict[tuple[int, int], Json] = {}
+        for number in dict.fromkeys(number for number, _ in places):
+            rollout = read_sampled(files, number * times + 1)
+            if rollout is None:
+                continue
+            rollouts.append(rollout)
+            for group in groups_of(rollout, replace(wanted, sort="order")):
+                groups[number, group["completions"][0]["index"] // rollout.group] = group
+        return [groups[place] for place in places if place in groups], rollouts
 
     def tokens(self, id: str, stage: str, number: int, index: int) -> Json:
         """Describe the tokens of a completion of a rollout."""
@@ -254,10 +257,6 @@ def _step(row: Json) -> float:
 def _time(event: Json) -> float:
     when = event.get("time")
     return float(when) if isinstance(when, int | float) else float("-inf")
-
-
-def _size(groups: Sequence[Json]) -> int:
-    return int(groups[-1]["size"]) if groups else 0
 
 
 def unreadable(error: Exception) -> BadRequest | None:
