@@ -212,6 +212,11 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "api/runs/a/rm/evaluations": {
             "evaluations": [{"update": update, "metrics": {"eval_accuracy": 0.75}} for update in (2, 4)]
         },
+        "api/runs/a/rm/evaluations/2": {
+            "before": None,
+            "update": 2,
+            "rows": [row | {"values": {"chosen": 0.5}, "change": None} for row in rows],
+        },
         "api/runs/a/rm/evaluations/4": {
             "before": 2,
             "update": 4,
@@ -264,14 +269,19 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
 
 
 @contextmanager
-def serve(found: dict[str, Any]) -> Iterator[str]:
-    """Serve the page and the answers, of which every request gets the newest; yield the page's address."""
+def serve(found: dict[str, Any], *, key: str = "") -> Iterator[str]:
+    """Serve the page and the answers, of which every request gets the newest; yield the page's address.
+
+    key: what must be given before any answer.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             address = urlsplit(self.path)
             status, kind, body = 200, "application/json", b""
-            if address.path.startswith("/api/"):
+            if address.path.startswith("/api/") and key and self.headers.get("Cookie") != "key=given":
+                status = 401
+            elif address.path.startswith("/api/"):
                 status, body = answer(address.path[1:], parse_qs(address.query))
             else:
                 name = address.path.removeprefix("/static/").strip("/") or "index.html"
@@ -286,6 +296,14 @@ def serve(found: dict[str, Any]) -> Iterator[str]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200 if self.path == "/api/key" and given == {"key": key} else 401)
+            if given == {"key": key}:
+                self.send_header("Set-Cookie", "key=given; HttpOnly; SameSite=Strict; Path=/")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
 
         def log_message(self, format: str, *arguments: object) -> None:
             pass

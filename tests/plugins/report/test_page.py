@@ -213,6 +213,32 @@ def test_the_table_beside_a_chart_has_its_numbers(browser: Chromium, address: st
         assert (held_out != "") == ("eval_reward" in row)
 
 
+def test_numbers_are_written_shortly_and_without_loss(browser: Chromium) -> None:
+    random = np.random.default_rng(0)
+    sizes = 10.0 ** random.integers(-30, 30, 2000)
+    values = (random.normal(size=2000) * sizes).astype(np.float32)
+    with page_answers.serve(page_answers.answers()) as address:
+        browser.open(address)
+        numbers = json.dumps([float(value) for value in values])
+        texts = browser.read(f"import('./static/dom.js').then((dom) => {numbers}.map(dom.exact))")
+    assert np.array_equal(np.array([np.float32(each) for each in texts]), values)
+    assert max(len(re.sub(r"e.*|[-.]", "", each).strip("0")) for each in texts if len(each) < 15) <= 9
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3])
+def test_smoothing_is_the_centred_mean_over_a_share_of_the_axis(browser: Chromium, share: float) -> None:
+    random = np.random.default_rng(1)
+    x = np.cumsum(random.uniform(0.1, 3.0, 300))
+    y = random.normal(size=300)
+    with page_answers.serve(page_answers.answers()) as address:
+        browser.open(address)
+        given = json.dumps([x.tolist(), y.tolist(), share])
+        smoothed = browser.read(f"import('./static/chart.js').then((chart) => chart.smoothed(...{given}))")
+    reach = np.minimum(share * (x[-1] - x[0]) / 2, np.minimum(x - x[0], x[-1] - x))
+    expected = [y[np.abs(x - x[i]) <= reach[i] + 1e-9 * (x[-1] - x[0])].mean() for i in range(300)]
+    np.testing.assert_allclose(smoothed, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_everything_is_reached_by_keyboard(browser: Chromium) -> None:
     focus = "document.activeElement.dataset.key"
     with page_answers.serve(page_answers.answers()) as address:
@@ -286,6 +312,8 @@ def test_a_report_sorts_and_searches_by_itself(browser: Chromium, address: str) 
     assert browser.read(rows) == ["row 5"]
     browser.open(f"{address}#/run/a/policy/update/40?search=no+such+word")
     assert "0 groups" in text(browser)
+    browser.open(f"{address}#/run/a/rm/rows/4?sort=-row")
+    assert "row 2" in browser.read("document.querySelector('.row').innerText")
 
 
 def test_charts_are_drawn_in_a_picture_and_on_paper(browser: Chromium, address: str) -> None:
@@ -296,6 +324,19 @@ def test_charts_are_drawn_in_a_picture_and_on_paper(browser: Chromium, address: 
     browser.look(width=800, height=600, dark=True, media="print")
     assert browser.read(drawn) == [True] * 4
     assert browser.read(CONTRAST) == []
+
+
+def test_a_key_is_asked_for_and_given_in_a_request(browser: Chromium) -> None:
+    with page_answers.serve(page_answers.answers(), key="right") as address:
+        browser.open(f"{address}#/run/a")
+        field = "document.querySelector('input[type=password]')"
+        give = "document.querySelector('.key-form button').click()"
+        browser.read(f"{field}.value = 'wrong'; {give}")
+        browser.wait("document.body.innerText.includes('This is not the key.')")
+        browser.read(f"{field}.value = 'right'; {give}")
+        browser.wait("document.querySelector('.chart')")
+        assert "right" not in browser.read("location.href")
+    browser.errors.clear()  # a browser notes an answer of 401 as one
 
 
 def test_a_server_that_is_gone_is_said(browser: Chromium) -> None:

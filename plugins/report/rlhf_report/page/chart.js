@@ -37,13 +37,15 @@ export function smoothed(x, y, share) {
   const count = y.length;
   const half = (share * (x[count - 1] - x[0])) / 2;
   if (!(half > 0) || count < 3) return y;
+  // An end of the axis that is just within reach is not lost to rounding.
+  const rounding = 1e-9 * (x[count - 1] - x[0]);
   const sums = new Float64Array(count + 1);
   for (let i = 0; i < count; i++) sums[i + 1] = sums[i] + y[i];
   const means = new Array(count);
   let from = 0;
   let to = 0;
   for (let i = 0; i < count; i++) {
-    const reach = Math.min(half, x[i] - x[0], x[count - 1] - x[i]);
+    const reach = Math.min(half, x[i] - x[0], x[count - 1] - x[i]) + rounding;
     while (x[from] < x[i] - reach) from++;
     while (to < count && x[to] <= x[i] + reach) to++;
     means[i] = (sums[to] - sums[from]) / (to - from);

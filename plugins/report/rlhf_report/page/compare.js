@@ -146,7 +146,7 @@ function differences(stage, names) {
     {},
     el("h2", {}, "What differs in the configuration"),
     rows.length
-      ? table("What differs", ["field", ...names], rows)
+      ? table("What differs", ["field", ...names], rows, { class: "events" })
       : el("p", { class: "note" }, "The configurations of this stage are the same."),
   );
 }

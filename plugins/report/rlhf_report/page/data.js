@@ -57,7 +57,15 @@ function found(path, query) {
   const names = new URLSearchParams(Object.entries(query).filter(([name]) => ["update", "runs"].includes(name)));
   const value = frozen.get(names.size ? `${path}?${names}` : path);
   if (value === undefined) throw new Refused(404, "This is not in the report's file; `rlhf watch` shows everything.");
-  return value.groups ? chosen(value, query) : value;
+  if (value.groups) return chosen(value, query);
+  return path.endsWith("/rows") ? ordered(value, query) : value;
+}
+
+// Sort the rows of one update, and return those of one page, as the server does.
+function ordered(value, { sort = "row", offset = 0, limit = value.rows.length }) {
+  const [, sign, by] = sort.match(/^(-?)(.*)$/);
+  const rows = [...value.rows].sort((a, b) => (sign ? -1 : 1) * ((a[by] ?? 0) - (b[by] ?? 0)));
+  return { ...value, rows: rows.slice(Number(offset), Number(offset) + Number(limit)), total: rows.length };
 }
 
 // Sort, filter and search the groups of one update, as the server does.
@@ -76,7 +84,12 @@ function chosen(value, query) {
     .filter((group) => group.completions.length);
   const [, sign, by] = (query.sort ?? "order").match(/^(-?)(.*)$/);
   if (by !== "order") groups.sort((a, b) => (sign ? -1 : 1) * (rank(a, by, sign) - rank(b, by, sign)));
-  return { ...value, groups, total: groups.length };
+  const offset = Number(query.offset ?? 0);
+  return {
+    ...value,
+    groups: groups.slice(offset, offset + Number(query.limit ?? groups.length)),
+    total: groups.length,
+  };
 }
 
 function rank(group, by, sign) {

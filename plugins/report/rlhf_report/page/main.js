@@ -49,7 +49,7 @@ async function show() {
 function settle(query) {
   const marked = query.at
     ? view.querySelector(`[data-key="${CSS.escape(query.at)}"]`)
-    : view.querySelector(".completion.open");
+    : view.querySelector(".completion.open")?.closest(".group");
   scrollTo(0, 0);
   if (marked) marked.scrollIntoView({ block: "start" });
   (marked ?? view).focus({ preventScroll: true });

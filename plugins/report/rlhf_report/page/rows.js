@@ -61,10 +61,8 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
   const page = { rows: shown.slice(offset, offset + LIMIT), total: shown.length };
   const content = [
     el("h1", {}, `Evaluation at update ${number(update)}`),
-    steps(
-      evaluations.map((each) => each.update),
-      update,
-      (other) => link(["run", id, stage.name, "evaluation", other], { sort: query.sort }),
+    steps(stage.evaluations ?? [], update, (other) =>
+      link(["run", id, stage.name, "evaluation", other], { sort: query.sort }),
     ),
     el(
       "dl",

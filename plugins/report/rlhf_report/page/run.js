@@ -89,6 +89,7 @@ export async function showRun([, id, wanted], query) {
       return made.chart.element;
     };
     charts = [];
+    const logged = now().rows_logged ?? 0;
     const groups = [...new Set(rest.map(({ group }) => group))];
     const more = chartsOf(now()).length - few.length;
     const fold = el(
@@ -108,6 +109,13 @@ export async function showRun([, id, wanted], query) {
       kinds.length
         ? null
         : el("p", { class: "note" }, listing.search ? "No metric has this in its name." : "Nothing was logged yet."),
+      logged > source.log.rows.length
+        ? el(
+            "p",
+            { class: "note" },
+            `${number(source.log.rows.length)} of ${number(logged)} logged rows are in this file, the least and largest values of each stretch among them.`,
+          )
+        : null,
       more > 0 && !listing.search ? fold : null,
       groups.map((group) =>
         el(

@@ -18,17 +18,28 @@ export async function showRuns(_, query) {
     value: query.search ?? "",
     "data-key": "filter",
   });
+  const entries = new Map();
   let runs = [];
+
+  // The element of a run, made anew only where the run has changed.
+  function entryOf(run) {
+    const text = JSON.stringify(run);
+    const known = entries.get(run.id);
+    if (known?.text === text) return known.element;
+    const element = entry(run, chosen, choose);
+    entries.set(run.id, { text, element });
+    return element;
+  }
 
   function draw() {
     const words = field.value.toLowerCase().split(/\s+/);
     const text = ({ dir, name, state, stage, trainer }) => [dir, name, state, stage, trainer].join(" ").toLowerCase();
     const fitting = runs.filter((run) => words.every((word) => text(run).includes(word)));
     const running = runs.filter(({ state }) => state === "running").length;
-    replace(
-      list,
-      fitting.map((run) => entry(run, chosen, drawChoice)),
-    );
+    const shown = fitting.map(entryOf);
+    const isSame = shown.length === list.childElementCount && shown.every((element, i) => list.children[i] === element);
+    if (!isSame) replace(list, shown);
+    for (const time of list.querySelectorAll("time")) time.textContent = ago(Number(time.dataset.time));
     replace(
       count,
       runs.length
@@ -45,24 +56,24 @@ export async function showRuns(_, query) {
     if (fits) compare.setAttribute("href", link(["compare", ids.join(",")]));
     else compare.removeAttribute("href");
     compare.setAttribute("aria-disabled", String(!fits));
-    note({ chosen: ids.join(","), search: field.value });
   }
 
   async function refresh() {
-    const answer = await get("runs");
-    if (answer.runs === runs && list.childElementCount) return refreshTimes(list);
-    runs = answer.runs;
+    runs = (await get("runs")).runs;
     draw();
   }
 
-  field.addEventListener("input", draw);
+  const choose = () => {
+    drawChoice();
+    note({ chosen: [...chosen].join(",") });
+  };
+  field.addEventListener("input", () => {
+    draw();
+    note({ search: field.value });
+  });
   runs = (await get("runs")).runs;
   const content = [el("h1", {}, "Runs"), el("div", { class: "tools" }, field, count, compare), list];
   return { title: "Runs", path: [], content, refresh, drawn: draw };
-}
-
-function refreshTimes(list) {
-  for (const time of list.querySelectorAll("time")) time.textContent = ago(Number(time.dataset.time));
 }
 
 function entry(run, chosen, change) {

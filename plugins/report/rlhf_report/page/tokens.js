@@ -15,7 +15,7 @@ const MEASURES = [
   ["versions", "version", "low"],
 ];
 
-// Draw the tokens of a completion into a place. choice: {id, stage, rollout, update, one, query}.
+// Draw the tokens of a completion into a place. choice: {id, stage, rollout, one, query}.
 export async function showTokens(place, { id, stage, rollout, one, query }) {
   const tokens = await get("runs", id, stage, "rollouts", rollout, "completions", one.index);
   tokens.differences = differences(tokens);
@@ -46,12 +46,18 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
     const steps = Array.from({ length: SHADES }, (_, i) => el("i", { class: colour(i) }));
     replace(
       scale,
-      number(low),
-      " ",
-      el("span", { class: "shades", "aria-hidden": "true" }, steps),
-      " ",
-      number(high),
-      el("span", { class: "unseen-key" }, "struck through: not seen by the loss"),
+      el(
+        "span",
+        { class: "shades" },
+        number(low),
+        " ",
+        el("span", { "aria-hidden": "true" }, steps),
+        " ",
+        number(high),
+      ),
+      tokens.mask?.some((seen) => !seen)
+        ? el("span", { class: "unseen-key" }, "struck through: not seen by the loss")
+        : null,
       absent.length ? ` Not recorded: ${absent.join(", ")}.` : "",
     );
   }
@@ -103,6 +109,14 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
     },
   );
   text.append(...spans);
+  const asked = tokens.prompt?.texts?.map((each) => el("span", { class: "token" }, shownToken(each)));
+  const prompt = asked
+    ? el(
+        "div",
+        { class: "tokens prompt-tokens", "aria-label": "Tokens of the prompt, which the loss does not see" },
+        asked,
+      )
+    : null;
   replace(
     place,
     el(
@@ -110,6 +124,7 @@ export async function showTokens(place, { id, stage, rollout, one, query }) {
       { class: "token-panel", "aria-label": `Tokens of completion ${one.index}` },
       el("div", { class: "tools" }, el("h3", {}, `Tokens of completion ${one.index}`), known.length ? chooser : null),
       scale,
+      prompt,
       text,
       numbers,
     ),

@@ -18,6 +18,7 @@ const SORTS = [
 ];
 // What every completion has; its rewards come from the answer.
 const FIELDS = ["reward", "advantage", "length", "version", "age"];
+const ADVANTAGE = { [-1]: "bad", 0: "none", 1: "good" };
 const SOON = 250;
 
 export async function showUpdate([, id, stageName, , updateText], query) {
@@ -46,7 +47,7 @@ export async function showUpdate([, id, stageName, , updateText], query) {
     el(
       "div",
       { class: "groups" },
-      answer.groups.map((group) => groupOf(group, id, stage.name, query, update)),
+      answer.groups.map((group) => groupOf(group, { id, stage: stage.name, query, update, rollout: answer.rollout })),
     ),
     pager(answer, query),
   ];
@@ -85,7 +86,9 @@ export async function showSearch([, id, stageName], query) {
     el(
       "div",
       { class: "groups" },
-      answer.groups.map((group) => groupOf(group, id, stage.name, query, group.update)),
+      answer.groups.map((group) =>
+        groupOf(group, { id, stage: stage.name, query, update: group.update, rollout: group.rollout, isFound: true }),
+      ),
     ),
     pager(answer, query),
   ];
@@ -195,24 +198,24 @@ export function pager(answer, query, limit = LIMIT) {
   );
 }
 
-function groupOf(group, id, stage, query, update) {
-  const rollout = group.rollout;
+// place: {id, stage, query, update, rollout, isFound: whether the search over the stage found it}.
+function groupOf(group, { id, stage, query, update, rollout, isFound = false }) {
   const key = `group ${update} ${group.row}`;
-  const place = el("div");
-  const shownToken = (query.completion ?? "").split(".");
-  const openTokens = (one) => choose({ completion: `${update}.${one.index}`, at: null });
-  const cards = group.completions.map((one) =>
-    card(one, () => openTokens(one), shownToken[0] === String(update) && shownToken[1] === String(one.index)),
-  );
-  const one = group.completions.find(
-    ({ index, indices }) =>
-      shownToken[0] === String(update) && (indices ?? [index]).map(String).includes(shownToken[1]),
-  );
+  const below = el("div");
+  const [shownUpdate, shownIndex] = (query.completion ?? "").split(".");
+  const isShown = ({ index, indices }) =>
+    shownUpdate === String(update) && (indices ?? [index]).map(String).includes(shownIndex);
+  const cards = group.completions.map((one) => {
+    const open = () => choose({ completion: `${update}.${one.index}`, at: null });
+    return card(one, open, isShown(one));
+  });
+  const one = group.completions.find(isShown);
   if (one) {
-    showTokens(place, { id, stage, rollout, update, one, query }).catch((error) =>
-      replace(place, el("p", { class: "message failed" }, error.message)),
+    showTokens(below, { id, stage, rollout, one, query }).catch((error) =>
+      replace(below, el("p", { class: "message failed" }, error.message)),
     );
   }
+  const found = { class: "open", href: link(["run", id, stage, "update", update], { at: key }) };
   const other = (to, text) =>
     Number.isFinite(to)
       ? el("a", { href: link(["run", id, stage, "update", to], { at: `group ${to} ${group.row}` }) }, text)
@@ -223,23 +226,7 @@ function groupOf(group, id, stage, query, update) {
     el(
       "header",
       {},
-      el(
-        "h2",
-        {},
-        `row ${group.row}`,
-        query.search && !location.hash.includes("/update/")
-          ? el(
-              "small",
-              {},
-              " ",
-              el(
-                "a",
-                { class: "open", href: link(["run", id, stage, "update", update], { at: key }) },
-                `update ${update}`,
-              ),
-            )
-          : null,
-      ),
+      el("h2", {}, `row ${group.row}`, isFound ? el("small", {}, " ", el("a", found, `update ${update}`)) : null),
       facts(group),
       el(
         "span",
@@ -255,7 +242,7 @@ function groupOf(group, id, stage, query, update) {
       group.messages ? conversation(group.messages) : el("div", { class: "text" }, group.prompt),
     ),
     el("div", { class: "completions" }, cards),
-    place,
+    below,
   );
 }
 
@@ -294,7 +281,7 @@ function card(one, open, isOpen) {
       Number.isFinite(one.advantage)
         ? el(
             "span",
-            { class: one.advantage < 0 ? "bad" : "good", title: `advantage ${exact(one.advantage)}` },
+            { class: ADVANTAGE[Math.sign(one.advantage)], title: `advantage ${exact(one.advantage)}` },
             `advantage ${signed(one.advantage)}`,
           )
         : null,
