@@ -52,7 +52,7 @@ def write_row_losses(path: Path, values: UpdateValues) -> None:
     """Write the mean `loss` of every row of an update.
 
     `row` int64 [rows]: its number in its file, from 1, as messages name it; `value` float32 [rows]. Rows of several
-    files have `file` int16 [rows], which of `files` theirs is.
+    files have `source` int16 [rows], which of `sources` theirs is.
     """
     numbers, first, of_row = np.unique(values.numbers, return_index=True, return_inverse=True)
     means = np.array([np.mean(each, dtype=np.float64) for each in values.arrays["loss"]])
@@ -66,8 +66,8 @@ def write_row_losses(path: Path, values: UpdateValues) -> None:
     arrays["row"] = np.array([number for _, number in named], np.int64)
     files = sorted({name for name, _ in named})
     if len(files) > 1:
-        arrays["files"] = np.array(files)
-        arrays["file"] = np.array([files.index(name) for name, _ in named], np.int16)
+        arrays["sources"] = np.array(files)
+        arrays["source"] = np.array([files.index(name) for name, _ in named], np.int16)
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
     attempt(lambda: _write(path, content.getvalue()), path.name, path)
