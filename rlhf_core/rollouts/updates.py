@@ -20,11 +20,12 @@ from rlhf_core.reading import TreeReader
 from rlhf_core.rewards.reward import restore, snapshots
 from rlhf_core.rollouts.collector import RolloutCollector
 from rlhf_core.rollouts.flights import Flight, Order
-from rlhf_core.rollouts.journal import Journal, JournalEntry, numbers
+from rlhf_core.rollouts.journal import Journal, JournalEntry
 from rlhf_core.rollouts.prompt_order import PromptOrder
 from rlhf_core.rollouts.rollout import Rollout, Timing, completion_lines
 from rlhf_core.rollouts.rollout_warnings import RolloutWarnings
 from rlhf_core.rollouts.sampling_test import SamplingTest
+from rlhf_core.runtime.rollout_files import rollout_numbers
 from rlhf_core.training.context import Context
 from rlhf_core.training.reference import Reference
 
@@ -370,7 +371,7 @@ class RolloutUpdates:
         stage = self.stage
         if stage.replay is not None:
             given = stage.replay.journal
-            return Journal(given, numbers(given), writes=False)
+            return Journal(given, rollout_numbers(given), writes=False)
         fresh = not self.sampled_rollouts and not self.config.checkpoints.resume
         return Journal.open(stage, keep=self.sampled_rollouts, fresh=fresh)
 

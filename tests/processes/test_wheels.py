@@ -118,7 +118,7 @@ def test_a_wheel_has_every_file_of_its_package(
 
 
 LIBRARIES = {
-    "rlhf_report": ["bokeh>=3.9"],
+    "rlhf_report": ["bokeh>=3.9", "rich>=14.0", "rlhf-http", "starlette>=1.0"],
     "rlhf_http": ["httptools>=0.6.3", "starlette>=1.0", "uvicorn>=0.40"],
     "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23", "rlhf-http"],
     "rlhf_serve": ["prometheus-client>=0.22", "rlhf-http", "starlette>=1.0"],

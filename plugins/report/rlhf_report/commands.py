@@ -1,4 +1,4 @@
-"""The commands `rlhf report`, `rlhf compare` and `rlhf data`. What they need is imported when they run."""
+"""The commands `rlhf report`, `compare`, `watch` and `data`. What they need is imported when they run."""
 
 from __future__ import annotations
 
@@ -45,6 +45,42 @@ def compare(
 
     require_writable(Path("compare.html") if output is None else output)
     _print_page(rlhf_report.compare(runs, output))
+
+
+def watch(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[DIR...]",
+            help="Run directories, and directories of runs; default: the current one.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8080,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-env",
+            metavar="NAME",
+            help="Environment variable with the key that the page asks for; needed for a --host elsewhere.",
+        ),
+    ] = None,
+    text: Annotated[bool, typer.Option("--text", help="A table in this terminal instead of a page.")] = False,
+) -> None:
+    """Watch runs on a live page. It shows their curves, completions and tokens, and may start at any time."""
+    given = directories or [Path(".")]
+    for directory in given:
+        if directory.is_file():
+            raise InputError(f"{directory}: is a file; give the directory of a run, such as runs/first")
+    if text:
+        from rlhf_report.watch.table import show
+
+        show(given)
+        return
+    from rlhf_report.watch.server import serve
+
+    serve(given, host, port, api_key_env)
 
 
 def data(

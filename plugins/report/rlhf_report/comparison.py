@@ -80,9 +80,9 @@ def _compare_stage(
                 chart = lines(f"{id}-{count}", title, drawn, cut, log=kind.log)
                 groups.setdefault(kind.group, []).append(made.add(chart))
                 count += 1
-    last = _last_values(metrics, runs)
+    last = last_values(metrics, runs)
     ordered = tuple((title, tuple(charts)) for title, charts in in_order(groups))
-    return Compared(name, id, tuple(runs), last, tuple(_differences(runs)), ordered)
+    return Compared(name, id, tuple(runs), last, tuple(differences(runs)), ordered)
 
 
 def _curves(
@@ -97,7 +97,7 @@ def _curves(
     ]
 
 
-def _last_values(
+def last_values(
     metrics: Sequence[str], runs: Sequence[ReportedStage | None]
 ) -> tuple[tuple[str, tuple[float | None, ...]], ...]:
     """Return the most important metrics with their values of each saved model."""
@@ -115,7 +115,7 @@ def _last_value(metric: str, stage: ReportedStage | None) -> float | None:
     return stage.metrics[metric].value_at(stage.saved)
 
 
-def _differences(runs: Sequence[ReportedStage | None]) -> list[tuple[str, tuple[str, ...]]]:
+def differences(runs: Sequence[ReportedStage | None]) -> list[tuple[str, tuple[str, ...]]]:
     """List configuration fields, and the seed, that differ between runs; of paths, only the last part counts."""
     configs = [
         {}

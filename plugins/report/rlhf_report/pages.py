@@ -28,7 +28,7 @@ from rlhf_report.samples import Completions, RolloutGroups
 from rlhf_report.summary import summary
 from rlhf_report.weights import weight_charts
 
-HERE = Path(__file__).parent / "page"
+HERE = Path(__file__).parent / "templates"
 BUDGET = 700_000
 """Bytes of the page for curves; see `stretches`."""
 BYTES = 32

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rlhf_core import InputError
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
 
-RESOLVED = "pipeline.resolved.toml"
+RESOLVED, EVENTS, METRICS = "pipeline.resolved.toml", "events.jsonl", "metrics.jsonl"
 Floats = NDArray[np.float64]
 LARGEST = float(np.finfo(np.float32).max)
 """Charts use float32: larger numbers count as not finite."""
@@ -235,7 +235,7 @@ def _stage(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: b
         if event.get("stage") == files.name and number(event.get("time")) is not None
     ]
     metrics, times = read_metrics(files.metrics)
-    state, message = _state(files, own, active)
+    state, message = stage_state(files, own, active)
     planned = number(files.plan.get("updates"))
     saved = files.best.get("model")
     is_last = saved == files.best.get("updates", saved)
@@ -243,7 +243,7 @@ def _stage(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: b
         files,
         state,
         message,
-        sessions=_sessions(own, files.spec, times[-1] if times else None),
+        sessions=stage_sessions(own, files.spec, times[-1] if times else None),
         planned=None if planned is None else int(planned),
         metrics=metrics,
         first_row=times[0] if times else None,
@@ -263,7 +263,9 @@ def _compiled(log: Sequence[Mapping[str, Any]]) -> str:
     return f"{programs:.0f} programs in {seconds:.1f} s, {cached:.0f} of them from the cache"
 
 
-def _state(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: bool) -> tuple[State, str]:
+def stage_state(
+    files: StageDirectory, events: Sequence[Mapping[str, Any]], active: bool
+) -> tuple[State, str]:
     ends = [event for event in events if event.get("event") != "warning"]
     ended: Mapping[str, Any] = ends[-1] if ends else {}
     alone = not files.spec and not ended  # a trainer called from Python writes neither
@@ -277,7 +279,7 @@ def _state(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: b
     return ("running" if active else "interrupted"), ""
 
 
-def _sessions(
+def stage_sessions(
     log: Sequence[Mapping[str, Any]], record: Mapping[str, Any], last: float | None
 ) -> tuple[Session, ...]:
     """Reconstruct a stage's sessions from the events; without events, from stage.json."""

@@ -16,7 +16,9 @@ import pytest
 from rlhf_core import data, hidden
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.rollouts.journal import MANIFEST, Journal, JournalEntry, most_bytes, numbers
+from rlhf_core.rollouts.journal import Journal, JournalEntry, most_bytes
+from rlhf_core.runtime.rollout_files import MANIFEST
+from rlhf_core.runtime.rollout_files import rollout_numbers as numbers
 from rlhf_core.training import Reference
 from tests.shared.specs import recorded_as
 from tests.shared.updates import RECORD, C, G, Rising, sampler, short_prompts_differ, state
@@ -380,7 +382,7 @@ BAD_MEMBERS = {
 @pytest.mark.parametrize("bad", BAD_MEMBERS)
 @pytest.mark.parametrize("lists", [True, False], ids=["with a manifest", "without one"])
 def test_a_rollout_with_other_members_is_refused(bad, lists, make, monkeypatch):
-    monkeypatch.setattr("rlhf_core.rollouts.journal.PLAIN", (2**20, 200))
+    monkeypatch.setattr("rlhf_core.runtime.rollout_files.PLAIN", (2**20, 200))
     feed = make()
     feed.update(0, state(0))
     path = feed.stage.dir / "journal" / "rollout-000000.zip"

@@ -1,0 +1,386 @@
+// A run: what each stage came to, its curves as they grow, what happened, where the time went.
+import { makeChart, nearest, place, points } from "./chart.js";
+import { makeCurves } from "./curves.js";
+import { get, isFrozen } from "./data.js";
+import { breakable, chip, clock, el, moment, number, replace, table } from "./dom.js";
+import { link, note } from "./route.js";
+import { progress } from "./runs.js";
+
+const FIRST = 8;
+const QUIET = new Set(["begun", "done", "ended"]);
+
+export function stageOf(run, name) {
+  const current = run.stages.find(({ state }) => state === "running" || state === "failed");
+  const begun = run.stages.filter(({ update }) => update);
+  return run.stages.find((stage) => stage.name === name) ?? current ?? begun.at(-1) ?? run.stages[0];
+}
+
+// The rows of a stage's metrics.jsonl, of which only those that were added are fetched.
+export function makeRows(id, stage) {
+  const log = { rows: [], names: [], sessions: null };
+
+  return {
+    log,
+    // Fetch the rows of some metrics (null: of all); return whether anything changed.
+    async grow(names, sessions) {
+      const isNew = sessions !== log.sessions || String(names) !== String(log.names);
+      const after = isNew ? null : (log.rows.at(-1)?.step ?? null);
+      const { rows } = await get("runs", id, stage, "metrics", { after, names: names?.join(",") });
+      const known = new Set(isNew ? [] : log.rows.slice(-rows.length - 1).map(({ step, time }) => `${step} ${time}`));
+      const added = rows.filter(({ step, time }) => !known.has(`${step} ${time}`));
+      log.rows = isNew ? rows : log.rows.concat(added);
+      Object.assign(log, { names, sessions });
+      return isNew || added.length > 0;
+    },
+  };
+}
+
+export async function showRun([, id, wanted], query) {
+  let run = await get("runs", id);
+  const stage = stageOf(run, wanted);
+  const path = [[run.name ?? run.dir, link(["run", id])]];
+  if (!stage)
+    return { title: run.name, path, content: [heading(run), el("p", { class: "note" }, "No stage has begun yet.")] };
+  const { settings, controls } = makeCurves(query, () => redraw());
+  const listing = { all: query.all === "1", search: query.search ?? "" };
+  const source = makeRows(id, stage.name);
+  const top = el("div");
+  const openers = el("span", { class: "openers" });
+  const board = el("div");
+  const below = el("div");
+  let charts = [];
+
+  const now = () => stageOf(run, stage.name);
+  const names = () => (listing.all || listing.search ? null : keyCharts(now()).flatMap((kind) => kind.names));
+  const sessions = () =>
+    (run.events ?? []).filter(({ stage: of, event }) => of === stage.name && event === "continued").length;
+
+  // Return what opens the update nearest to a point of a curve, of those that were kept; null where none was.
+  function opening() {
+    const { rollouts = [], rows = [] } = now();
+    const kept = rollouts.length ? rollouts : rows;
+    const kind = rollouts.length ? "update" : "rows";
+    const go = (step) => {
+      location.hash = link(["run", id, stage.name, kind, kept[nearest(kept, step)]]);
+    };
+    return kept.length ? go : null;
+  }
+
+  function redraw() {
+    const { rows } = source.log;
+    const shared = { ...settings, events: placed(run.events ?? [], stage.name, rows, settings.axis), open: opening() };
+    for (const { chart, kind } of charts)
+      chart.draw(linesOf(kind, rows, settings.axis), { ...shared, log: settings.log || kind.log });
+  }
+
+  // Lay the charts out: the trainer's few metrics, then the rest by group.
+  function layOut() {
+    const few = keyCharts(now());
+    const fits = ({ title, names: of }) =>
+      `${title} ${of.join(" ")}`.toLowerCase().includes(listing.search.toLowerCase());
+    const kinds = listing.search ? chartsOf(now()).filter(fits) : few;
+    const rest =
+      listing.all && !listing.search
+        ? chartsOf(now()).filter((kind) => !few.some(({ title }) => title === kind.title))
+        : [];
+    const make = (kind) => {
+      const made = { kind, chart: makeChart(kind.title, kind.group, kind.title) };
+      charts.push(made);
+      return made.chart.element;
+    };
+    charts = [];
+    const logged = now().rows_logged ?? 0;
+    const groups = [...new Set(rest.map(({ group }) => group))];
+    const more = chartsOf(now()).length - few.length;
+    const fold = el(
+      "button",
+      {
+        type: "button",
+        class: "more",
+        "data-key": "more",
+        "aria-expanded": String(listing.all),
+        on: { click: () => unfold(!listing.all) },
+      },
+      listing.all ? "Fold the rest" : `${more} more chart${more > 1 ? "s" : ""}`,
+    );
+    replace(
+      board,
+      el("div", { class: "charts" }, kinds.map(make)),
+      kinds.length
+        ? null
+        : el("p", { class: "note" }, listing.search ? "No metric has this in its name." : "Nothing was logged yet."),
+      logged > source.log.rows.length
+        ? el(
+            "p",
+            { class: "note" },
+            `${number(source.log.rows.length)} of ${number(logged)} logged rows are in this file, the least and largest values of each stretch among them.`,
+          )
+        : null,
+      more > 0 && !listing.search ? fold : null,
+      groups.map((group) =>
+        el(
+          "section",
+          {},
+          el("h3", {}, group),
+          el("div", { class: "charts" }, rest.filter((kind) => kind.group === group).map(make)),
+        ),
+      ),
+    );
+    redraw();
+  }
+
+  async function unfold(all) {
+    listing.all = all;
+    note({ all: all ? 1 : null });
+    await source.grow(names(), sessions());
+    layOut();
+  }
+
+  function drawWords() {
+    replace(top, heading(run), tabs(run, stage.name), verdict(now()));
+    replace(openers, opener(id, now()));
+    replace(below, belowOf(run, now()));
+  }
+
+  async function refresh() {
+    const answer = await get("runs", id);
+    const before = JSON.stringify(chartsOf(now()));
+    const isOther = answer !== run;
+    run = answer;
+    if (isOther) drawWords();
+    if (!(await source.grow(names(), sessions())) && !isOther) return;
+    if (JSON.stringify(chartsOf(now())) === before) redraw();
+    else layOut();
+  }
+
+  const field = el("input", {
+    type: "search",
+    placeholder: "metrics (/)",
+    "aria-label": "Show the metrics with this in their names",
+    value: listing.search,
+    "data-key": "metrics",
+  });
+  field.addEventListener("input", async () => {
+    listing.search = field.value;
+    note({ search: field.value });
+    await source.grow(names(), sessions());
+    layOut();
+  });
+  const tools = el("div", { class: "tools" }, controls, field, openers);
+
+  await source.grow(names(), sessions());
+  return {
+    title: `${run.name} · ${stage.name}`,
+    path: wanted ? [...path, [stage.name, ""]] : path,
+    content: [top, tools, board, below],
+    refresh: isFrozen() ? null : refresh,
+    drawn() {
+      drawWords();
+      layOut();
+    },
+  };
+}
+
+function heading(run) {
+  const facts = [run.dir, run.machine, run.seconds ? clock(run.seconds) : null].filter(Boolean);
+  const error = run.error ? el("p", { class: "message failed" }, run.error) : null;
+  return [
+    el("h1", {}, breakable(run.name ?? run.dir), " ", chip(run.state)),
+    el("p", { class: "sub" }, breakable(facts.join(" · "))),
+    error,
+  ];
+}
+
+function tabs(run, name) {
+  const tab = (stage) =>
+    el(
+      "a",
+      {
+        class: "tab",
+        href: link(["run", run.id, stage.name]),
+        "aria-current": stage.name === name ? "page" : null,
+        "data-key": `tab ${stage.name}`,
+      },
+      el("span", { class: `dot ${String(stage.state).replaceAll(" ", "-")}` }),
+      stage.name,
+      el("small", {}, stage.trainer, " · ", stage.state),
+    );
+  return el("nav", { class: "tabs", "aria-label": "Stages" }, run.stages.map(tab));
+}
+
+function verdict(stage) {
+  const facts = [
+    stage.saved ? `The saved model is that of update ${number(stage.saved)}` : null,
+    stage.state === "running" && Number.isFinite(stage.seconds_left) ? `${clock(stage.seconds_left)} left` : null,
+  ].filter(Boolean);
+  const sentences = stage.verdict ?? [];
+  return el(
+    "section",
+    { class: "verdict", "aria-label": "Verdict" },
+    sentences.length
+      ? el(
+          "ul",
+          {},
+          sentences.map((text) => el("li", {}, text)),
+        )
+      : null,
+    stage.message ? el("p", { class: `message ${stage.state}` }, stage.message) : null,
+    el("p", { class: "run-stage" }, progress(stage), facts.length ? el("small", {}, facts.join(" · ")) : null),
+  );
+}
+
+function opener(id, stage) {
+  const rollouts = stage.rollouts ?? [];
+  const rows = stage.rows ?? [];
+  const evaluations = stage.evaluations ?? [];
+  const to = (kind, update, text) =>
+    el("a", { class: "button", href: link(["run", id, stage.name, kind, update]) }, text);
+  return [
+    rollouts.length ? to("update", rollouts.at(-1), "Newest rollout") : null,
+    rollouts.length && !isFrozen()
+      ? el("a", { class: "button", href: link(["run", id, stage.name, "search"]) }, "Search texts")
+      : null,
+    rows.length ? to("rows", rows.at(-1), "Newest rows") : null,
+    evaluations.length ? to("evaluation", evaluations.at(-1), "Newest evaluation") : null,
+  ];
+}
+
+// Every chart of a stage; where the server names none, one for each metric beside its held-out twin.
+export function chartsOf(stage) {
+  if (stage.charts) return stage.charts;
+  const bases = [...new Set((stage.metrics ?? []).map((name) => name.replace(/^eval_/, "")))];
+  return bases.map((base) => ({
+    group: "",
+    title: base,
+    names: stage.metrics.filter((name) => name.replace(/^eval_/, "") === base),
+  }));
+}
+
+export function keyCharts(stage) {
+  const key = stage.key ?? stage.metrics ?? [];
+  const hasReward = key.includes("reward");
+  const place = (name) => (name === "loss" && hasReward ? key.length : key.indexOf(name)); // the loss of a policy says little
+  const rank = ({ names }) =>
+    Math.min(
+      ...names
+        .map((name) => name.replace(/^eval_/, ""))
+        .filter((name) => key.includes(name))
+        .map(place),
+    );
+  return chartsOf(stage)
+    .filter((kind) => rank(kind) < Infinity)
+    .sort((a, b) => rank(a) - rank(b))
+    .slice(0, FIRST);
+}
+
+// The lines of a chart, one for metrics that are equal; a held-out metric has the colour of its twin in training.
+export function linesOf(kind, rows, axis) {
+  const lines = [];
+  for (const name of kind.names) {
+    const made = points(rows, name, axis, kind.unit ?? 1);
+    const dashed = name.startsWith("eval_");
+    const twin = lines.find(
+      (line) =>
+        line.dashed === dashed &&
+        line.points.y.length === made.y.length &&
+        line.points.y.every((y, i) => y === made.y[i]),
+    );
+    if (!made.x.length && !made.missing.length) continue;
+    if (twin) twin.label = `${twin.label} = ${name}`;
+    else lines.push({ name, label: name, points: made, colour: colourOf(name, lines), dashed });
+  }
+  return lines;
+}
+
+function colourOf(name, lines) {
+  const trained = lines.find((line) => `eval_${line.name}` === name);
+  return trained?.colour ?? new Set(lines.map(({ colour }) => colour)).size;
+}
+
+// Where events happened on an axis: beside the row that was logged last before them.
+function placed(events, stage, rows, axis) {
+  const timed = rows.filter(({ time }) => time !== undefined);
+  if (!timed.length) return [];
+  const shown = events.filter((event) => event.stage === stage && !QUIET.has(event.event));
+  return shown.map((event) => {
+    const row = Number.isFinite(event.step)
+      ? rows.find(({ step }) => step >= event.step)
+      : timed.findLast(({ time }) => time <= event.time);
+    return {
+      x: place(row ?? timed[0], axis, timed[0].time),
+      text: `${event.event}: ${event.message ?? ""}`,
+      kind: event.event,
+    };
+  });
+}
+
+function belowOf(run, stage) {
+  const events = (run.events ?? []).filter((event) => event.stage === stage.name || !event.stage);
+  const problems = run.problems ?? [];
+  return [
+    stage.subsets
+      ? el(
+          "section",
+          {},
+          el("h2", {}, "By group"),
+          table(
+            "Results by group",
+            stage.subsets.columns,
+            stage.subsets.rows.map(([name, ...numbers]) => [name, ...numbers.map(number)]),
+          ),
+        )
+      : null,
+    el(
+      "section",
+      {},
+      el("h2", {}, "What happened"),
+      events.length
+        ? table(
+            "Events",
+            ["when", "event", ""],
+            events.map(({ time, event, message }) => [
+              moment(time),
+              chip(event),
+              el("span", { class: "prose" }, message ?? ""),
+            ]),
+            { class: "events" },
+          )
+        : el("p", { class: "note" }, "No event was recorded."),
+    ),
+    stage.time?.length ? el("section", {}, el("h2", {}, "Where the time went"), timeBar(stage.time)) : null,
+    run.config
+      ? el(
+          "details",
+          { "data-key": "config" },
+          el("summary", {}, "Configuration, as resolved"),
+          el("pre", {}, run.config),
+        )
+      : null,
+    problems.length
+      ? el(
+          "section",
+          {},
+          el("h2", {}, "Not readable"),
+          el(
+            "ul",
+            { class: "problems" },
+            problems.map((text) => el("li", {}, text)),
+          ),
+        )
+      : null,
+  ];
+}
+
+function timeBar(parts) {
+  const whole = parts.reduce((sum, { seconds }) => sum + seconds, 0) || 1;
+  const share = ({ seconds }, i) => el("i", { class: `part c${i}`, style: { "flex-grow": seconds / whole } });
+  const rows = parts.map(({ name, seconds }, i) => [
+    [el("i", { class: `swatch c${i}` }), name],
+    clock(seconds),
+    `${((100 * seconds) / whole).toFixed(1)} %`,
+  ]);
+  return [
+    el("div", { class: "time-bar", "aria-hidden": "true" }, parts.map(share)),
+    table("Where the time went", ["", "time", "share"], rows, { class: "narrow" }),
+  ];
+}

@@ -1,0 +1,344 @@
+"""A run of the page: its stages, their metrics, verdicts and configuration, of which only what was added is read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import rlhf_report.charts as charts
+from rlhf_core.hidden import scrub_all
+from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
+from rlhf_report.pages import machine
+from rlhf_report.run_reader import (
+    EVENTS,
+    LARGEST,
+    METRICS,
+    Points,
+    ReportedRun,
+    ReportedStage,
+    described,
+    number,
+    parts,
+    stage_sessions,
+    stage_state,
+)
+from rlhf_report.watch.growing import GrowingRows, ends
+from rlhf_report.watch.listing import (
+    Fingerprint,
+    fingerprint,
+    finite,
+    important,
+    seconds_left,
+    state_of,
+)
+from rlhf_report.watch.places import links_that_leave
+from rlhf_report.watch.verdicts import verdict
+
+KEY = 8
+"""Metrics of a stage that are shown first."""
+
+
+class Columns(Mapping[str, Points]):
+    """The metrics of rows, each made when it is asked for; a step logged twice counts once."""
+
+    def __init__(self, lines: GrowingRows) -> None:
+        self._lines = lines
+        self._names: dict[str, None] = {}
+        self._seen = 0
+        self._replaced = lines.replaced
+        self._made: dict[str, tuple[int, Points | None]] = {}
+
+    def names(self) -> list[str]:
+        """Return the metrics that were ever a number."""
+        if self._replaced != self._lines.replaced:
+            self._names, self._seen, self._made = {}, 0, {}
+            self._replaced = self._lines.replaced
+        rows = self._lines.rows
+        for row in rows[self._seen :]:
+            if number(row.get("step")) is None:
+                continue
+            for name, value in row.items():
+                if name not in self._names and name not in ("step", "time") and number(value) is not None:
+                    self._names[name] = None
+        self._seen = len(rows)
+        return list(self._names)
+
+    def __getitem__(self, name: str) -> Points:
+        if name not in self.names():
+            raise KeyError(name)
+        made = self._made.get(name)
+        if made is None or made[0] != self._seen:
+            made = (self._seen, _points(self._lines.rows, name))
+            self._made[name] = made
+        if made[1] is None:
+            raise KeyError(name)
+        return made[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> Points | None:
+    values: dict[float, float] = {}
+    missing = 0
+    for row in rows:
+        if name not in row:
+            continue
+        step, value = number(row.get("step")), number(row[name])
+        if value is None:
+            missing += 1
+        elif step is not None:
+            values[step] = value
+    if not values:
+        return None
+    steps = np.array(sorted(values))
+    return Points(steps, np.array([values[step] for step in steps]), missing)
+
+
+@dataclass
+class WatchedRun:
+    """A run that is looked at: what was read of it, and the answer that was made of it last."""
+
+    id: str
+    path: Path
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    problems: dict[str, None] = field(default_factory=dict)
+    _lines: dict[str, GrowingRows] = field(default_factory=dict)
+    _columns: dict[str, Columns] = field(default_factory=dict)
+    _mark: Fingerprint = ()
+    _answer: dict[str, Any] = field(default_factory=dict)
+    _verdicts: dict[str, tuple[Any, list[str]]] = field(default_factory=dict)
+
+    def open(self) -> RunDirectory:
+        """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
+        run = open_run(self.path, damaged=self._note)
+        for link in links_that_leave(self.path)[:1]:
+            raise Damaged(link, "it is a link that leaves the run's directory, and is not followed")
+        return run
+
+    def _note(self, error: Damaged) -> None:
+        self.problems[described(error)] = None
+
+    def stage(self, name: str) -> StageDirectory | None:
+        """Return a stage by its name; None where there is none."""
+        return next((stage for stage in self.open().stages if stage.name == name), None)
+
+    def metrics(self, stage: StageDirectory) -> GrowingRows:
+        """Return the rows of a stage's metrics, brought up to date. A file that cannot be read is a problem."""
+        lines = self._lines.setdefault(stage.name, GrowingRows(stage.dir / METRICS))
+        self._refresh(lines)
+        return lines
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return the run's events, brought up to date."""
+        lines = self._lines.setdefault("/", GrowingRows(self.path / EVENTS))
+        self._refresh(lines)
+        return lines.rows
+
+    def _refresh(self, lines: GrowingRows) -> None:
+        try:
+            lines.refresh()
+        except OSError as error:
+            self._note(Damaged(lines.path, str(error.strerror)))
+        if lines.damaged:
+            self._note(Damaged(lines.path, "damaged lines", lines=lines.damaged))
+
+    def answer(self) -> dict[str, Any]:
+        """Describe the run."""
+        mark = (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
+        if not self._answer or mark != self._mark:
+            self._answer, self._mark = self._made(), mark
+        return self._answer
+
+    def reported(self, run: RunDirectory) -> ReportedRun:
+        """Return the run as the report reads it, with the metrics of `metrics`."""
+        events = self.events()
+        running = run.is_running
+        stages = tuple(self._reported(stage, running) for stage in run.stages)
+        machines = [event["machine"] for event in events if isinstance(event.get("machine"), dict)]
+        return ReportedRun(run, stages, machines[-1] if machines else {}, (), [])
+
+    def _reported(self, stage: StageDirectory, running: bool) -> ReportedStage:
+        own = [
+            event
+            for event in self.events()
+            if event.get("stage") == stage.name and number(event.get("time")) is not None
+        ]
+        lines = self.metrics(stage)
+        columns = self._columns.setdefault(stage.name, Columns(lines))
+        state, message = stage_state(stage, own, running)
+        times = [when for row in (lines.rows[:1] + lines.rows[-1:]) if (when := number_of(row, "time"))]
+        planned, saved = number(stage.plan.get("updates")), stage.best.get("model")
+        is_last = saved == stage.best.get("updates", saved)
+        return ReportedStage(
+            stage,
+            state,
+            message,
+            sessions=stage_sessions(own, stage.spec, times[-1] if times else None),
+            planned=None if planned is None else int(planned),
+            metrics=columns,
+            first_row=times[0] if times else None,
+            saved=saved if isinstance(saved, int) and not is_last else None,
+        )
+
+    def _made(self) -> dict[str, Any]:
+        self.problems = {}
+        run = self.open()
+        reported = self.reported(run)
+        events = self.events()
+        state, error = state_of(run, events)
+        stages = [self._stage(stage, reported) for stage in reported.stages]
+        return {
+            "id": self.id,
+            "name": self.path.name,
+            "dir": str(self.path),
+            "state": state,
+            "error": error,
+            "machine": machine(reported),
+            "seconds": reported.seconds,
+            "config": scrub_all(run.text or _toml(reported)),
+            "events": [shown_event(event) for event in events],
+            "problems": list(self.problems),
+            "stages": stages,
+        }
+
+    def _stage(self, stage: ReportedStage, run: ReportedRun) -> dict[str, Any]:
+        files, rows = stage.files, self._lines[stage.name].rows
+        names = list(stage.metrics)
+        update = max(
+            (int(step) for row in rows[-1:] if (step := number_of(row, "step")) is not None), default=0
+        )
+        left = None
+        if stage.state == "running" and stage.planned is not None:
+            left = seconds_left(rows, stage.planned)
+        return {
+            "name": stage.name,
+            "trainer": stage.trainer,
+            "state": stage.state,
+            "message": stage.message,
+            "update": update,
+            "updates": stage.planned,
+            "saved": stage.saved,
+            "seconds_left": left,
+            "verdict": self._verdict(stage, update),
+            "key": [name for name in important(names) if not name.startswith(charts.EVAL)][:KEY],
+            "metrics": names,
+            "charts": shown_charts(names),
+            "time": [{"name": part.name, "seconds": part.seconds} for part in parts(stage, run.seconds)],
+            "subsets": subsets(stage.metrics),
+            "rollouts": rollout_updates(files),
+            "rows": numbered(files.dir / "rows", ".npz"),
+            "evaluations": list(files.evaluations),
+            "weights": weight_names(files.dir / "weights.jsonl"),
+        }
+
+    def _verdict(self, stage: ReportedStage, update: int) -> list[str]:
+        """Return the sentences of a stage; they are made again where it has logged or been evaluated since."""
+        mark = (update, stage.state, _newest_files(stage.files.dir), len(stage.files.evaluations))
+        known = self._verdicts.get(stage.name)
+        if known is None or known[0] != mark:
+            problems: list[str] = []
+            try:
+                known = (mark, verdict(stage, problems))
+            except Exception as error:  # evaluations may hold anything
+                known = (mark, [])
+                problems.append(f"{stage.name}: no verdict: {error}")
+            self.problems |= dict.fromkeys(problems)
+            self._verdicts[stage.name] = known
+        return known[1]
+
+
+def number_of(row: Mapping[str, Any], name: str) -> float | None:
+    """Return a number of a row; None where it has none."""
+    value = finite(row.get(name))
+    return None if value is None or abs(value) > LARGEST else value
+
+
+def _newest_files(stage: Path) -> tuple[int, ...]:
+    """Return when files were last added to the folders of a stage."""
+    marks = []
+    for name in ("journal", "evaluations", "samples", "rows", "values"):
+        try:
+            marks.append((stage / name).stat().st_mtime_ns)
+        except OSError:
+            marks.append(0)
+    return tuple(marks)
+
+
+def _toml(run: ReportedRun) -> str:
+    """Write the configuration of a run without a pipeline's file."""
+    return "\n".join(f"[[stage]]\n{stage.files.toml()}" for stage in run.stages if stage.files.config)
+
+
+def shown_event(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep what the page shows of an event, without secrets."""
+    kept = {name: event[name] for name in ("time", "stage", "event", "message", "step") if name in event}
+    return scrub_all(kept)
+
+
+def shown_charts(names: list[str]) -> list[dict[str, Any]]:
+    """Group metrics into charts, those of the short table first."""
+    ranks = {name: rank for rank, name in enumerate(important(names))}
+    described = [
+        {"group": kind.group, "title": kind.title, "names": each, "log": kind.log, "unit": kind.unit}
+        for kind, each in charts.charts(names)
+    ]
+    return sorted(described, key=lambda chart: min(ranks.get(name, len(ranks)) for name in chart["names"]))
+
+
+def subsets(metrics: Mapping[str, Points]) -> dict[str, Any] | None:
+    """Return the last results by group, such as `accuracy/ANNOTATOR`, as a table; None without any."""
+    table: dict[str, dict[str, float]] = {}
+    columns: dict[str, None] = {}
+    for name in metrics:
+        metric, slash, group = charts.base(name).partition("/")
+        if slash and metric in ("accuracy", "margin", "loss"):
+            column = ("eval_" if name.startswith(charts.EVAL) else "") + metric
+            columns[column] = None
+            table.setdefault(group, {})[column] = float(metrics[name].values[-1])
+    if not table:
+        return None
+    rows = [[group, *(values.get(column) for column in columns)] for group, values in sorted(table.items())]
+    return {"columns": ["group", *columns], "rows": rows}
+
+
+def weight_names(path: Path) -> list[str]:
+    """List the weights that were logged last; none without the file."""
+    try:
+        rows = ends(path)[1]
+    except OSError:
+        return []
+    return sorted({name for row in rows[-1:] for name in row} - {"step", "time"})
+
+
+def numbered(folder: Path, suffix: str) -> list[int]:
+    """List the numbers that name the files of a folder, NNNNNN and a suffix."""
+    try:
+        names = [path.name for path in folder.iterdir() if path.suffix == suffix]
+    except OSError:
+        return []
+    return sorted(int(name.split(".")[0]) for name in names if name.split(".")[0].isdecimal())
+
+
+def updates_per_rollout(stage: StageDirectory) -> int:
+    """Return how many updates a rollout serves."""
+    config = stage.config
+    each = [config.get(name) for name in ("steps_per_generation", "num_iterations")]
+    counts = [count for count in each if isinstance(count, int) and not isinstance(count, bool) and count > 0]
+    return int(np.prod(counts, dtype=np.int64)) if counts else 1
+
+
+def rollout_updates(stage: StageDirectory) -> list[int]:
+    """List the updates that begin with a rollout whose completions are kept, in the journal or as samples."""
+    times = updates_per_rollout(stage)
+    journaled = {number * times + 1 for number in stage.rollout_numbers}
+    sampled = {step + 1 for step in stage.samples("update")}
+    return sorted(journaled | sampled)

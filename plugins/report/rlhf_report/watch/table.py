@@ -1,0 +1,93 @@
+"""`rlhf watch --text`: a live table of runs for a terminal, also over ssh."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+import rlhf_report.charts as charts
+from rlhf_report.pages import shown
+from rlhf_report.watch.watched import Watched
+
+SECONDS = 2.0
+"""Between two readings."""
+BARS = "▁▂▃▄▅▆▇█"
+STYLES = {"running": "green", "failed": "red", "finished": "", "stopped": "yellow"}
+METRICS = 3
+"""Metrics of a run that are shown; the page has the rest."""
+
+
+def show(directories: Sequence[Path]) -> None:
+    """Show the table until Ctrl-C; once where the output is no terminal."""
+    watched, console = Watched(directories), Console()
+    if not console.is_terminal:
+        console.print(table(watched.runs()))
+        return
+    with Live(table(watched.runs()), console=console, auto_refresh=False, screen=True) as live:
+        try:
+            while True:
+                time.sleep(SECONDS)
+                live.update(table(watched.runs(), console.height - 4), refresh=True)
+        except KeyboardInterrupt:
+            pass
+    console.print(table(watched.runs(), console.height - 4))
+
+
+def table(answer: Mapping[str, Any], most: int | None = None) -> Table:
+    """Make the table of what `Watched.runs` returned. most: runs that fit on the screen."""
+    made = Table(expand=True, pad_edge=False, box=None, header_style="bold")
+    for name in ("run", "state", "stage", "update", "left", "", "last values", "changed"):
+        made.add_column(name, no_wrap=name != "last values", overflow="ellipsis")
+    runs = answer["runs"]
+    for run in runs[:most]:
+        made.add_row(*_cells(run))
+    if most is not None and len(runs) > most:
+        made.add_row(Text(f"… {len(runs) - most:,} more"))
+    for problem in answer["problems"]:
+        made.add_row(Text(shown(problem), style="red"))
+    if not runs:
+        made.add_row(Text("no runs yet"))
+    return made
+
+
+def _cells(run: Mapping[str, Any]) -> list[Text]:
+    updates = "" if run["updates"] is None else f" of {run['updates']:,}"
+    left = "" if run["seconds_left"] is None else charts.clock(run["seconds_left"])
+    values = [
+        f"{name} {charts.quantity(value, name)}" for name, value in list(run["metrics"].items())[:METRICS]
+    ]
+    said = run["error"] or (run["warnings"][-1] if run["warnings"] else "")
+    last = Text("  ".join(map(shown, values)))
+    if said:
+        last.append(f"\n{shown(said)}", style="red" if run["error"] else "yellow")
+    changed = datetime.fromtimestamp(run["changed"]).astimezone().strftime("%d %b %H:%M:%S")
+    return [
+        Text(shown(run["name"])),
+        Text(run["state"], style=STYLES[run["state"]]),
+        Text(shown(run["stage"])),
+        Text(f"{run['update']:,}{updates}"),
+        Text(left),
+        Text(spark(run["spark"])),
+        last,
+        Text(changed),
+    ]
+
+
+def spark(found: Mapping[str, Any] | None, width: int = 16) -> str:
+    """Draw a sparkline of at most `width` characters; empty where there are no values."""
+    if found is None or not found["values"]:
+        return ""
+    values = found["values"]
+    if len(values) > width:
+        values = [values[i * (len(values) - 1) // (width - 1)] for i in range(width)]
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in values)
