@@ -23,8 +23,8 @@ from rlhf_report.watch.watched import Watched
 from starlette.testclient import TestClient
 
 from rlhf_core import InputError, RewardInputs
+from rlhf_core.rollouts import Rollout
 from rlhf_core.rollouts.journal import Journal, JournalEntry
-from rlhf_core.rollouts.rollout import Rollout
 from rlhf_core.sampling import Rollouts
 from tests.shared.report_runs import EVIL, make_run, write
 
