@@ -15,7 +15,7 @@ from rlhf_core.data.examples import Examples
 from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream, UntokenizedPrompts
 from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
-from rlhf_core.rollouts import sampling_test
+from rlhf_core.rollouts import sampling_plan
 from rlhf_core.rollouts.journal import most_bytes
 from rlhf_core.runtime.machine import format_bytes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
@@ -75,8 +75,8 @@ class PlannedRollouts:
             kept += ", less with checkpoints"
         lines = [self._report, *self._columns, rollout, updates, tokens, kept]
         if options.test is not None:
-            values = sampling_test.most_bytes(rollouts=-(-total // serves), tokens=sampled * length)
-            tested = sampling_test.plan(
+            values = sampling_plan.most_bytes(rollouts=-(-total // serves), tokens=sampled * length)
+            tested = sampling_plan.plan(
                 options.test, options.sampling, max_rounds=rounds, ahead=options.ahead
             )
             lines.append(f"{tested}; values/ takes at most {format_bytes(values)}")
