@@ -14,8 +14,8 @@ from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.open_collector import open_collector as open_collector
 from rlhf_core.rollouts.rollout import Rollout as Rollout
 from rlhf_core.rollouts.rollout_rows import choose_rollout_rows as choose_rollout_rows
+from rlhf_core.rollouts.sampling_plan import SamplingTestOptions as SamplingTestOptions
 from rlhf_core.rollouts.sampling_test import SamplingTest as SamplingTest
-from rlhf_core.rollouts.sampling_test import SamplingTestOptions as SamplingTestOptions
 from rlhf_core.rollouts.updates import Reading as Reading
 from rlhf_core.rollouts.updates import RolloutSteps as RolloutSteps
 from rlhf_core.rollouts.updates import RolloutUpdates as RolloutUpdates

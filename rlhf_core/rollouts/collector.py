@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import Component
     from rlhf_core.contracts import SamplerFunction
     from rlhf_core.environments import EnvironmentOptions, EpisodeSettings
-    from rlhf_core.rollouts.sampling_test import SamplingTestOptions
+    from rlhf_core.rollouts.sampling_plan import SamplingTestOptions
     from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
 

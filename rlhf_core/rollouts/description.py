@@ -15,8 +15,9 @@ from rlhf_core.data.examples import Examples
 from rlhf_core.data.prompts import AnyPrompts, EpisodeRows, PromptStream, UntokenizedPrompts
 from rlhf_core.errors import counted
 from rlhf_core.mesh import rows_per_device
-from rlhf_core.rollouts import sampling_test
 from rlhf_core.rollouts.journal import most_bytes
+from rlhf_core.rollouts.sampling_plan import most_bytes as most_value_bytes
+from rlhf_core.rollouts.sampling_plan import plan as plan_test
 from rlhf_core.runtime.machine import format_bytes
 from rlhf_core.sampling.placement import cache_bytes, most_slots, shares_prompts
 from rlhf_core.training.memory import scoring_bytes
@@ -75,10 +76,8 @@ class PlannedRollouts:
             kept += ", less with checkpoints"
         lines = [self._report, *self._columns, rollout, updates, tokens, kept]
         if options.test is not None:
-            values = sampling_test.most_bytes(rollouts=-(-total // serves), tokens=sampled * length)
-            tested = sampling_test.plan(
-                options.test, options.sampling, max_rounds=rounds, ahead=options.ahead
-            )
+            values = most_value_bytes(rollouts=-(-total // serves), tokens=sampled * length)
+            tested = plan_test(options.test, options.sampling, max_rounds=rounds, ahead=options.ahead)
             lines.append(f"{tested}; values/ takes at most {format_bytes(values)}")
         if options.ahead:
             lines.append(

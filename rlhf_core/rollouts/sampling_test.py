@@ -5,82 +5,28 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.fit import Action
 from rlhf_core.rollouts.rollout import Rollout, digest
+from rlhf_core.rollouts.sampling_plan import SamplingTestOptions, not_applicable
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
 from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
 
 if TYPE_CHECKING:
     from rlhf_core.fit.actions import Moment
     from rlhf_core.rollouts.collector import RolloutCollector
-    from rlhf_core.sampling import SamplingOptions
     from rlhf_core.stage import Stage
 
 FOLDER = "values"
 LIMIT = math.log(1e9)
 """The log of the evidence that ends a run: an honest sampler reaches it with a probability of at most 1e-9."""
-BYTES = {"token": 12, "rollout": 2000}
-"""Of values on disk, at most."""
 COLUMNS = 5 + len(LAMBDAS)
 """Of `sums`: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS."""
-
-
-@dataclass(frozen=True)
-class SamplingTestOptions:
-    """How a trainer has its sampler tested.
-
-    tolerance: nats per token by which the mean surprisal may be off; 0: the run is never stopped.
-    read_by: which pass computes the moments: "update", the one that trains, where a rollout has a single update; or
-        "rollout", one before the first update. also: what is read in a further pass, and why; "": nothing.
-    """
-
-    tolerance: float
-    read_by: Literal["update", "rollout"]
-    also: str = ""
-
-
-def not_applicable(sampling: SamplingOptions, max_rounds: int) -> str | None:
-    """Return why completions cannot be held to the trainer's distribution; None: they can."""
-    filters = {
-        "top_k": sampling.top_k is not None,
-        "top_p": sampling.top_p < 1,
-        "min_p": bool(sampling.min_p),
-        "repetition_penalty": sampling.repetition_penalty != 1,
-    }
-    acting = [f"sampling.{name}" for name, acts in filters.items() if acts]
-    if acting:
-        return f"with {' and '.join(acting)} tokens are drawn from another distribution than the trainer's"
-    if max_rounds > 1:
-        return "dynamic_sampling drops groups by their rewards, which are not read"
-    return None
-
-
-def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, max_rounds: int, ahead: int) -> str:
-    """Say what a stage will test, and what that costs."""
-    reason = not_applicable(sampling, max_rounds)
-    if reason is not None:
-        return f"sampling test: not applicable: {reason}"
-    pass_ = "the training pass" if options.read_by == "update" else "the pass before a rollout's first update"
-    line = f"sampling test: every sampled token, in {pass_}"
-    if options.also:
-        line += f"; in a further pass without gradient {options.also}"
-    if ahead:
-        return f"{line}; logged alone, since rollouts_ahead trains another policy than it samples with"
-    if not options.tolerance:
-        return f"{line}; logged alone (limits.surprisal_gap = 0)"
-    return f"{line}; stops the run where the surprisal is more than {options.tolerance:g} nats per token off"
-
-
-def most_bytes(*, rollouts: int, tokens: int) -> int:
-    """Forecast the size of the values that are written."""
-    return rollouts * BYTES["rollout"] + tokens * BYTES["token"]
 
 
 class Evidence:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from rlhf_core.rollouts import SamplingTestOptions
-from rlhf_core.rollouts.sampling_test import LIMIT, Evidence, plan, sum_moments
+from rlhf_core.rollouts.sampling_plan import plan
+from rlhf_core.rollouts.sampling_test import LIMIT, Evidence, sum_moments
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.surprisal import LAMBDAS, MOMENTS
 
