@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
@@ -15,6 +15,7 @@ from rlhf_core.data import Source
 from rlhf_core.errors import InputError, warn
 from rlhf_core.fit.batches import ExampleUpdates, choose_row_layout
 from rlhf_core.fit.evaluation import EvaluationMetrics, evaluation
+from rlhf_core.fit.row_losses import forecast_row_losses, row_losses
 from rlhf_core.models import Head, Model, load_model
 from rlhf_core.plugins.component import load_function
 from rlhf_core.training.choose_attention import choose_attention
@@ -185,6 +186,14 @@ class Context(OpensRows):
             )
 
         return [evaluation(evaluate, self.config, self.stage)]
+
+    def row_losses(self, updates: ExampleUpdates, per: Literal["token", "sequence"]) -> Action:
+        """Make the action that keeps the losses of an update's rows, `loss` of the objective's values, in rows/.
+
+        It is due at logged updates, and at all of the last epoch. per: what the objective returns `loss` for.
+        """
+        self.check(forecast_row_losses, self.config, updates)
+        return row_losses(self.stage, self.config, updates, per)
 
     def own_metrics(self, pairs: int = 0) -> OwnMetrics:
         """Open the functions of `compute_metrics` and `metrics`.

@@ -64,7 +64,7 @@ def dpo_loss(
         ),
         _beta(name, beta),
     )
-    value, metrics = pair_loss(component, inputs, present, name=name)
+    value, metrics, _ = pair_loss(component, inputs, present, name=name)
     return value.result(), {k: metric.result() for k, metric in metrics.items()}
 
 
@@ -137,7 +137,9 @@ class _PaddedDPO(PaddedObjective):
             values["reference"] = _both(*(batch[name].reshape(-1) for name in self.numbers))
         name, component = self.loss
         measure = partial(pair_loss, component, name=name)
-        return objective(model, measure, params, _rows(*sides, sequence_values=values), beta=self.beta)
+        rows = _rows(*sides, sequence_values=values)
+        loss, metrics, _ = objective(model, measure, params, rows, beta=self.beta)
+        return loss, metrics
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from rlhf_core.packing import Packed
     from rlhf_dpo.contract import DPOLoss
 
-Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
-"""(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""
+Measure: TypeAlias = Callable[[DPOInputs, jax.Array], tuple[Mean, Mapping[str, Metric], jax.Array]]
+"""(pairs, bool [pairs]: which are present) → the loss, the metrics and each pair's loss: `pair_loss` with its other
+arguments bound."""
 
 
 def pair_loss(
     loss: DPOLoss, inputs: DPOInputs, present: jax.Array, *, name: str
-) -> tuple[Mean, dict[str, Metric]]:
-    """Compute the mean over pairs of loss(pair), and the metrics of the implicit rewards β (log π − log π_ref).
+) -> tuple[Mean, dict[str, Metric], jax.Array]:
+    """Compute the mean over pairs of loss(pair), the metrics of the implicit rewards β (log π − log π_ref), the losses.
 
     present: bool [pairs], False where there is no pair. name: prefix of the loss's own metrics.
     """
@@ -39,9 +40,8 @@ def pair_loss(
         "logps/chosen": Mean.of(inputs.logps_chosen, present),
         "logps/rejected": Mean.of(inputs.logps_rejected, present),
     }
-    return Mean.of(out.loss, present), metrics | {
-        f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()
-    }
+    own = {f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()}
+    return Mean.of(out.loss, present), metrics | own, out.loss
 
 
 def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
@@ -63,13 +63,14 @@ def inputs_of(logps: Any, reference: Any, tokens: Any, beta: float) -> DPOInputs
 
 def objective(
     model: Definition, measure: Measure, params: Any, batch: Packed, *, beta: float
-) -> tuple[Mean, Mapping[str, Metric]]:
+) -> tuple[Mean, Mapping[str, Metric], Mapping[str, jax.Array]]:
     """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair.
 
     Sequences carry the values `tokens`, their number, and `reference`, their log-probability under the reference, where
-    the loss reads it.
+    the loss reads it. The value `loss` is the pair's, at both of its sequences.
     """
     values = batch.sequence_values
     logps = sequence_logps(model, params, batch)
     pairs = inputs_of(logps, values.get("reference"), values["tokens"], beta)
-    return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
+    loss, metrics, losses = measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
+    return loss, metrics, {"loss": jnp.repeat(losses, 2).reshape(batch.last.shape)}

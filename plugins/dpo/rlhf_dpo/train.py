@@ -66,7 +66,8 @@ def build(config: DPOConfig, context: Context) -> Build:
         return PairEvaluation(rows, model, measure, beta=config.beta, own_metrics=own_metrics)
 
     loss = partial(objective, model.definition, measure, beta=config.beta)
-    return Build(model, updates, loss, context.evaluations(evaluation), held=updates.held)
+    actions = [context.row_losses(updates, "sequence"), *context.evaluations(evaluation)]
+    return Build(model, updates, loss, actions, held=updates.held)
 
 
 def warn_of_unread_options(config: DPOConfig, context: Context) -> None:
@@ -150,7 +151,8 @@ class PairEvaluation:
 def _measure_pairs(
     measure: Measure, beta: float, logps: jax.Array, reference: jax.Array | None, tokens: jax.Array
 ) -> tuple[Mean, Mapping[str, Metric]]:
-    return measure(inputs_of(logps, reference, tokens, beta), jnp.ones(len(logps), bool))
+    loss, metrics, _ = measure(inputs_of(logps, reference, tokens, beta), jnp.ones(len(logps), bool))
+    return loss, metrics
 
 
 trainer = define_trainer(DPOConfig, {"model": "language_model"}, build)

@@ -41,5 +41,5 @@ def kto_loss(
     inputs = KTOInputs(policy, reference, jnp.asarray(label) != 0, jnp.full_like(policy, kl), beta)
     weights = (desirable_weight, undesirable_weight)
     present = jnp.ones(policy.shape, bool)
-    value, metrics = completion_loss(component, inputs, present, name=name, weights=weights)
+    value, metrics, _ = completion_loss(component, inputs, present, name=name, weights=weights)
     return value.result(), {k: metric.result() for k, metric in metrics.items()}

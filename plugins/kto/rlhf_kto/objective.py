@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from rlhf_core.packing import Packed
     from rlhf_kto.contract import KTOLoss
 
-Measure: TypeAlias = Callable[[KTOInputs, Any], tuple[Mean, dict[str, Metric]]]
+Measure: TypeAlias = Callable[[KTOInputs, Any], tuple[Mean, dict[str, Metric], jax.Array]]
 """`completion_loss` with all but its inputs and `present` bound."""
 
 
 def completion_loss(
     loss: KTOLoss, inputs: KTOInputs, present: jax.Array, *, name: str, weights: tuple[float, float]
-) -> tuple[Mean, dict[str, Metric]]:
-    """Compute the mean over completions of weight · loss, and the metrics of the implicit rewards β log (π / π_ref).
+) -> tuple[Mean, dict[str, Metric], jax.Array]:
+    """Compute the mean over completions of weight · loss, the metrics of the implicit rewards β log (π / π_ref), and
+    the weighted losses, float32 in the inputs' shape.
 
     present: bool, False where there is no completion. name: prefix of the loss's own metrics. weights: of desirable
     and of undesirable completions. Metrics of one label are NaN where no completion has it.
@@ -43,7 +44,8 @@ def completion_loss(
     if KTO_LOSS.attribute(loss, "reads_kl"):
         metrics["kl"] = Mean.of(inputs.kl, present)
     metrics |= {f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()}
-    return Mean.of(jnp.where(inputs.desirable, *weights) * out.loss, present), metrics
+    losses = jnp.where(inputs.desirable, *weights) * out.loss
+    return Mean.of(losses, present), metrics, losses
 
 
 def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
@@ -54,10 +56,11 @@ def sequence_logps(model: Definition, params: Any, batch: Packed) -> jax.Array:
 
 def objective(
     model: Definition, measure: Measure, params: Any, batch: Packed, *, beta: float
-) -> tuple[Mean, Mapping[str, Metric]]:
+) -> tuple[Mean, Mapping[str, Metric], Mapping[str, jax.Array]]:
     """Measure rows whose sequences have their `reference` log-probability, their `label` and perhaps the `kl`."""
     values = {name: jnp.asarray(array) for name, array in batch.sequence_values.items()}
     logps = sequence_logps(model, params, batch)
     kl = values.get("kl", jnp.zeros_like(logps))
     inputs = KTOInputs(logps, values["reference"], values["label"] > 0, kl, beta)
-    return measure(inputs, batch.last >= 0)
+    loss, metrics, losses = measure(inputs, batch.last >= 0)
+    return loss, metrics, {"loss": losses}

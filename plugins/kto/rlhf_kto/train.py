@@ -59,7 +59,8 @@ def build(config: KTOConfig, context: Context) -> Build:
 
     loss = partial(objective, model.definition, measure, beta=config.beta)
     margins = Action(lambda at: "rewards/chosen" in at.metrics, lambda at: margin(at.metrics))
-    return Build(model, updates, loss, [margins, *context.evaluations(evaluation)], held=updates.held)
+    actions = [margins, context.row_losses(updates, "sequence"), *context.evaluations(evaluation)]
+    return Build(model, updates, loss, actions, held=updates.held)
 
 
 def referenced(context: Context, field: str) -> Any:
@@ -106,7 +107,7 @@ class LabelEvaluation:
         numbers = np.arange(len(logps))
         kl = 0.0 if self.estimate is None else self.estimate(params, self.rows.trees, numbers)
         inputs = KTOInputs(logps, near, jnp.asarray(self.labels > 0), jnp.full_like(logps, kl), self.beta)
-        loss, metrics = self.measure(inputs, jnp.ones(len(logps), bool))
+        loss, metrics, _ = self.measure(inputs, jnp.ones(len(logps), bool))
         found = fetch_metrics({**metrics, "loss": loss})
         values = {"reward": self.beta * inputs.ratio, "label": self.labels}
         return EvaluationMetrics.of(found | margin(found), self.rows.where, values)

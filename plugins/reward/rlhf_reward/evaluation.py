@@ -86,7 +86,7 @@ class ScoreEvaluation:
         chosen, rejected = scores[:, 0], scores[:, 1]
         # JAX arrays, as in training: a loss may use what NumPy's lack, such as `.at`.
         pairs = PairInputs(*map(jnp.asarray, (chosen, rejected, self.margins)))
-        loss, metrics = self._measure(pairs, np.ones(len(scores), bool))
+        loss, metrics, _ = self._measure(pairs, np.ones(len(scores), bool))
         found = fetch_metrics({**metrics, "loss": loss})
         return found | measures(chosen, rejected, self.lengths, self.subsets)
 

@@ -47,7 +47,7 @@ def pairwise_loss(
     )
     pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
     name, component = _named(loss)
-    value, metrics = pair_loss(component, pairs, present, center_rewards_coefficient, name=name)
+    value, metrics, _ = pair_loss(component, pairs, present, center_rewards_coefficient, name=name)
     return value.result(), {k: metric.result() for k, metric in metrics.items()}
 
 
@@ -143,4 +143,5 @@ class _PaddedPairs(PaddedObjective):
         )
         name, component = self.loss
         measure = partial(pair_loss, component, coefficient=self.coefficient, name=name)
-        return objective(model, measure, params, rows)
+        loss, metrics, _ = objective(model, measure, params, rows)
+        return loss, metrics

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
     from rlhf_core.models import Definition
     from rlhf_core.packing import Packed
 
-Measure: TypeAlias = Callable[[PairInputs, jax.Array], tuple[Mean, Mapping[str, Metric]]]
-"""(pairs, bool [pairs]: which are present) → the loss and the metrics: `pair_loss` with all other arguments bound."""
+Measure: TypeAlias = Callable[[PairInputs, jax.Array], tuple[Mean, Mapping[str, Metric], jax.Array]]
+"""(pairs, bool [pairs]: which are present) → the loss, the metrics and each pair's loss: `pair_loss` with its other
+arguments bound."""
 
 
 def pair_loss(
     loss: PairwiseLoss, pairs: PairInputs, present: jax.Array, coefficient: float | None, *, name: str
-) -> tuple[Mean, dict[str, Metric]]:
-    """Compute the mean over pairs of loss(pair) + coefficient · (chosen + rejected)², and the metrics of the scores.
+) -> tuple[Mean, dict[str, Metric], jax.Array]:
+    """Compute the mean over pairs of loss(pair) + coefficient · (chosen + rejected)², the metrics of the scores, and
+    the terms of the pairs, float32 [pairs].
 
     present: bool [pairs], False where there is no pair. name: prefix of the loss's own metrics. The centring term is
     from Eisenstein et al. 2023.
@@ -45,15 +47,17 @@ def pair_loss(
         "min_reward": Min.of(both, there),
         "max_reward": Max.of(both, there),
     }
-    return Mean.of(value, present), metrics | {
-        f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()
-    }
+    own = {f"{name}/{k}": Mean.of(v, present) for k, v in out.metrics.items()}
+    return Mean.of(value, present), metrics | own, value
 
 
 def objective(
     model: Definition, measure: Measure, params: Any, batch: Packed
-) -> tuple[Mean, Mapping[str, Metric]]:
-    """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair."""
+) -> tuple[Mean, Mapping[str, Metric], Mapping[str, jax.Array]]:
+    """Measure rows whose sequences 2i and 2i + 1 are the chosen and the rejected one of a pair.
+
+    The value `loss` is the pair's, at both of its sequences.
+    """
     scores = sequence_scores(model, params, batch)
     chosen, rejected = scores[:, 0::2], scores[:, 1::2]
     pairs = PairInputs(
@@ -61,4 +65,5 @@ def objective(
         rejected=rejected.reshape(-1),
         margin=jnp.asarray(batch.sequence_values["margin"])[:, 0::2].reshape(-1),
     )
-    return measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
+    loss, metrics, losses = measure(pairs, jnp.asarray(batch.last[:, 0::2] >= 0).reshape(-1))
+    return loss, metrics, {"loss": jnp.repeat(losses, 2).reshape(batch.last.shape)}

@@ -47,7 +47,7 @@ def build(config: RewardConfig, context: Context) -> Build:
             return held_out[-1]  # pairs of the first set are shown
         return Preview(held_out[0], model.tokenizer, context, config.num_preview_samples)
 
-    actions = context.evaluations(evaluation)
+    actions = [context.row_losses(updates, "sequence"), *context.evaluations(evaluation)]
 
     def save(state: TrainState) -> None:
         if not held_out:

@@ -23,7 +23,7 @@ def objective(
 ) -> tuple[Mean, Mapping[str, Metric], Mapping[str, jax.Array]]:
     """Compute the mean over trained tokens t of −w_t · log p(x_t | x_<t), in nats; the denominator is Σ w_t.
 
-    The values of an evaluation's rows are their own means.
+    The value `loss` of a row, in rows/ and evaluations/, is its own mean.
     """
     logps, entropies = trained_logps(model, params, batch, entropy=True)
     weight = trained_weight(batch)
@@ -42,7 +42,8 @@ def build(config: SFTConfig, context: Context) -> Build:
             return None
         return context.held_out(model, texts, reads_tokens=True).evaluator(loss, {"loss": "token"})
 
-    return Build(model, updates, loss, context.evaluations(held_out))
+    actions = [context.row_losses(updates, "token"), *context.evaluations(held_out)]
+    return Build(model, updates, loss, actions)
 
 
 trainer = define_trainer(SFTConfig, {"model": "language_model"}, build)

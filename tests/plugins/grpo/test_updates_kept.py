@@ -17,8 +17,7 @@ from rlhf_core import data, hidden
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.rollouts.journal import Journal, JournalEntry, most_bytes
-from rlhf_core.runtime.rollout_files import MANIFEST
-from rlhf_core.runtime.rollout_files import rollout_numbers as numbers
+from rlhf_core.runtime.rollout_files import MANIFEST, rollout_numbers
 from rlhf_core.training import Reference
 from tests.shared.specs import recorded_as
 from tests.shared.updates import RECORD, C, G, Rising, sampler, short_prompts_differ, state
@@ -405,7 +404,7 @@ def test_a_rollout_with_other_members_is_refused(bad, lists, make, monkeypatch):
 def test_other_files_are_no_rollouts(tmp_path):
     for name in ("rollout-abc.zip", "rollout-.zip", "rollout-000001.zip.tmp", "rollout-000002.zip"):
         (tmp_path / name).touch()
-    assert numbers(tmp_path) == [2]
+    assert rollout_numbers(tmp_path) == [2]
     (tmp_path / "rollout-000003.zip").mkdir()
     with pytest.raises(InputError, match=r"rollout-000003.zip is damaged \(Is a directory\)"):
         Journal(tmp_path, [3], writes=False).read(3)

@@ -107,7 +107,7 @@ def rows_of(
 ) -> dict[str, Any] | None:
     """Describe the rows of an update with their losses; None where they were not kept."""
     path = stage.dir / "rows" / f"{update:06d}.npz"
-    arrays = read_arrays(path, ("row", "value", "file", "files"))
+    arrays = read_arrays(path, ("row", "value", "source", "sources"))
     if "row" not in arrays or "value" not in arrays or len(arrays["row"]) != len(arrays["value"]):
         return None
     numbers, values = arrays["row"], arrays["value"]
@@ -126,9 +126,9 @@ def rows_of(
 
 
 def _file(arrays: Mapping[str, np.ndarray], place: int) -> str | None:
-    if "file" not in arrays or "files" not in arrays:
+    if "source" not in arrays or "sources" not in arrays:
         return None
-    return str(arrays["files"][arrays["file"][place]])
+    return str(arrays["sources"][arrays["source"][place]])
 
 
 def evaluations_of(stage: StageDirectory) -> dict[str, Any]:

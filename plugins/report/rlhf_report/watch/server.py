@@ -131,6 +131,7 @@ def make_app(watched: Watched, hosts: Sequence[str] = LOOPBACK, key: str | None 
         Route("/{name}", _answered(_index), methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
     return Admission(app, hosts, key)
 
 
@@ -220,7 +221,7 @@ async def _sign_in(request: Request) -> Response:
     admission: Admission = request.scope["admission"]
     if not isinstance(given, str) or not admission.accepts(given):
         raise BadRequest("this is not the key", status=401, kind="authentication_error")
-    answer = Response(status_code=204)
+    answer = Response(b"{}", media_type="application/json")
     answer.set_cookie(COOKIE, admission.session, httponly=True, samesite="strict", path="/")
     return answer
 
