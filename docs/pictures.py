@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PICTURES = ROOT / "docs" / "pictures"
 DESK, PHONE = (1280, 860), (390, 844)
+LOOKS = {"light": (DESK, False), "dark": (DESK, True), "phone": (PHONE, False)}
+KEPT = {"runs": ("light",), "run": ("light", "dark"), "tokens": ("light", "phone"), "compare": ("light",)}
+"""Pictures that the documentation has; the others are looked at, in the folder that is given."""
 
 
 def answer(address: str, path: str) -> Any:
@@ -49,21 +53,22 @@ def views(address: str, name: str) -> dict[str, tuple[str, str]]:
 
 
 def main() -> None:
-    """Write the pictures, and say of each how large it is."""
+    """Write the pictures; those that the documentation does not have, into a temporary folder."""
     from tests.shared.chromium import PROGRAM, Chromium
 
     if PROGRAM is None:
         sys.exit("there is no Chromium: apt-get install chromium")
     address = sys.argv[1].rstrip("/")
     PICTURES.mkdir(exist_ok=True)
+    others = Path(tempfile.mkdtemp(prefix="pictures-"))
+    print(f"{PICTURES.relative_to(ROOT)}, and {others}")
     with Chromium() as browser:
         for name, (fragment, wanted) in views(address, sys.argv[2] if len(sys.argv) > 2 else "").items():
-            for kind, size, dark in (("light", DESK, False), ("dark", DESK, True), ("phone", PHONE, False)):
-                browser.look(width=size[0], height=size[1], dark=dark)
+            for kind, ((width, height), dark) in LOOKS.items():
+                browser.look(width=width, height=height, dark=dark)
                 browser.open(f"{address}/#/{fragment}", f"document.querySelector('{wanted}')")
-                file = PICTURES / f"{name}-{kind}.png"
-                browser.picture(file, whole=False)
-                print(f"{file.relative_to(ROOT)}: {file.stat().st_size:,} bytes")
+                folder = PICTURES if kind in KEPT.get(name, ()) else others
+                browser.picture(folder / f"{name}-{kind}.png", whole=False)
         if browser.errors:
             sys.exit("\n".join(browser.errors))
 

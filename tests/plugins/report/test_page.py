@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_report.frozen import frozen
+from rlhf_report.frozen import collect, frozen
 
-from tests.shared import page_answers
+from tests.shared import page_answers, report_runs
 from tests.shared.chromium import PROGRAM, Chromium
 from tests.torture.browser import CANARY, HTML
 
@@ -88,6 +92,25 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
             yield served
 
 
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of `rlhf watch` on two runs."""
+    directory = tmp_path_factory.mktemp("watched")
+    report_runs.make_run(directory / "first")
+    report_runs.make_run(directory / "second", rate=3e-4, offset=0.5)
+    command = [sys.executable, "-m", "rlhf_core.cli", "watch", str(directory), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        assert server.stdout is not None
+        address = next(filter(None, (re.search(r"http://\S+", line) for line in server.stdout)))
+        yield f"{address[0]}/"
+        server.kill()
+
+
+def get(address: str, route: str) -> Any:
+    with urllib.request.urlopen(f"{address}{route}") as answer:
+        return json.load(answer)
+
+
 def text(browser: Chromium) -> str:
     return str(browser.read("document.body.innerText"))
 
@@ -102,6 +125,34 @@ def test_every_view_says_what_the_answers_say(browser: Chromium, address: str, w
         missing = [words for words in expected if words not in shown]
         assert not missing, (view, missing, shown)
         assert browser.read("document.documentElement.scrollWidth") <= width, view
+
+
+def test_runs_are_shown_as_rlhf_watch_answers_and_as_a_report_of_its_answers(
+    browser: Chromium, watched: str, tmp_path: Path
+) -> None:
+    ids = [run["id"] for run in get(watched, "api/runs")["runs"]]
+    file = tmp_path / "report.html"
+    file.write_text(frozen(collect(lambda route: get(watched, route), ids), "two runs"), encoding="utf-8")
+    browser.open(watched)
+    names = browser.read("[...document.querySelectorAll('.run a')].map((e) => e.innerText)")
+    assert sorted(names) == ["first", "second"]
+    run = get(watched, f"api/runs/{ids[0]}")
+    views = [f"compare/{','.join(ids)}"]
+    parts = "h1, .legend, .completion .text, .row"
+    for stage in run["stages"]:
+        place = f"run/{ids[0]}/{stage['name']}"
+        views += [place, *(f"{place}/update/{update}" for update in stage["rollouts"][-1:])]
+        views += [
+            f"{place}/{kind}/{update}" for kind in ("rows", "evaluations") for update in stage[kind][-1:]
+        ]
+    for view in views:
+        shown = []
+        for address in (watched, file.as_uri()):
+            browser.open(f"{address}#/{view.replace('evaluations', 'evaluation')}")
+            assert browser.read("document.querySelector('[role=alert]')?.innerText ?? ''") == "", view
+            shown.append(browser.read(f"[...document.querySelectorAll('{parts}')].map((e) => e.innerText)"))
+        assert shown[0] == shown[1], view
+        assert len(shown[0]) > 1 or "evaluations" in view, view  # the evaluation of this run has no rows
 
 
 @pytest.mark.parametrize("dark", [False, True])
