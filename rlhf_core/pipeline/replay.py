@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,11 +63,17 @@ class Replayed:
 
 @runtime.session()
 def replay(
-    run: Path, stage: str | None = None, to: int | None = None, plugins: Sequence[Path] = ()
+    run: Path,
+    stage: str | None = None,
+    to: int | None = None,
+    plugins: Sequence[Path] = (),
+    *,
+    since: int = 0,
 ) -> Replayed:
     """Train a stage of a run again from its journal, in a temporary directory, without its sampler and its rewards.
 
-    stage: the one to replay; None: the last one with a journal. to: the last update to make; None: all.
+    stage: the one to replay; None: the last one with a journal. to: the last update to make; None: all. since: the
+    step of the checkpoint to start from; 0: from the beginning.
     Raises InputError where the run has no such stage or no journal.
     """
     run = run.expanduser().absolute()
@@ -97,6 +104,9 @@ def replay(
             spec=chosen,
             replay=Replay(chosen.dir / FOLDER, to),
         )
+        if since:
+            checkpoint = Path("checkpoints", str(since))
+            shutil.copytree(chosen.dir / checkpoint, made.dir / checkpoint)
         try:
             execute(chosen.trainer, config, made, host)
         except Stopped:

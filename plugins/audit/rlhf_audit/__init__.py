@@ -1,0 +1,31 @@
+"""Check every promise of a run of rlhf-core, from what it wrote.
+
+    from rlhf_audit import audit
+
+    for check in audit("runs/first")["policy"]:
+        print(check.name, check.verdict, check.number)
+
+What reads runs is imported when it is needed: `rlhf --help` imports this package.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhf_audit.check import Check
+
+__all__ = ["Check", "audit"]
+
+
+def audit(
+    run: str | Path, *, stage: str | None = None, replay: int = 0, exact: bool = False, call: bool = False
+) -> dict[str, list[Check]]:
+    """Check the stages of a run; return {stage: its checks}.
+
+    stage: the only one to check. replay: how many updates to train again. exact: read completions again with the
+    policies that are still kept. call: call rewards again that cost something, too.
+    Raises InputError where `run` is no run directory, or has no such stage.
+    """
+    from rlhf_audit import auditing
+
+    return auditing.audit(run, stage=stage, options=auditing.Options(replay, exact, call))
