@@ -101,7 +101,8 @@ def replay(
             host.registry,
             host.hook,
             template_date=day_begun(run),
-            spec=chosen,
+            # A checkpoint is compared with what the stage computes.
+            spec=identified(chosen, host.registry) if since else chosen,
             replay=Replay(chosen.dir / FOLDER, to),
         )
         if since:
@@ -119,8 +120,8 @@ def replay(
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
-        since = _changes(chosen, host) if differences else ()
-        return Replayed(chosen.name, max(again), differences, compares, since)
+        changes = _changes(chosen, host) if differences else ()
+        return Replayed(chosen.name, max(again), differences, compares, changes)
 
 
 def _require_whole(rollouts: Sequence[int], journal: Path) -> None:

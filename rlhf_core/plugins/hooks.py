@@ -66,10 +66,11 @@ def rlhf_check_on(on: str) -> tuple[int, Callable[..., None]] | None:
 
 
 @hookspec
-def rlhf_audit(run: RunDirectory, stage: StageDirectory) -> Sequence[Any]:
+def rlhf_audit(run: RunDirectory, stage: StageDirectory) -> Sequence[Any] | None:
     """Return what `rlhf audit` shows of a stage besides its own checks: a list of `rlhf_audit.Check`.
 
     run, stage: as `open_run` reads them; a file that cannot be read counts as far as it can be.
+    None: it has nothing to say of this stage.
     """
 
 

@@ -137,7 +137,9 @@ def _readable(subject: Subject) -> Check:
     return Check("files", FAIL, f"{len(there)} damaged", first.why, str(first.path))
 
 
-def _open(stage: StageDirectory, host: plugin_loading.Host, planned: Plan | str, scratch: Path) -> Stage | str:
+def _open(
+    stage: StageDirectory, host: plugin_loading.Host, planned: Plan | str, scratch: Path
+) -> Stage | str:
     """Open a stage as it was asked for, in a directory of its own, to call its components; a text says why not."""
     if isinstance(planned, str):
         return f"what it was asked for cannot be opened: {planned}"
@@ -170,9 +172,9 @@ def lines(found: dict[str, list[Check]]) -> Iterator[str]:
         yield f"stage '{stage}'"
         width = max(len(check.name) for check in checks)
         for check in checks:
-            verdict = {NOT_APPLICABLE: "n/a"}.get(check.verdict, check.verdict)
+            verdict = "n/a" if check.verdict == NOT_APPLICABLE else check.verdict
             rest = "; ".join(part for part in (check.number, check.why) if part)
-            yield f"  {verdict:4}  {check.name:{width}}  {rest}"
+            yield f"  {verdict:4}  {check.name:{width}}  {rest}".rstrip()
             if check.where and check.verdict == FAIL:
                 yield f"        {'':{width}}  {check.where}"
     every = [check for checks in found.values() for check in checks]
@@ -197,5 +199,3 @@ def as_json(found: dict[str, list[Check]]) -> str:
         for stage, checks in found.items()
     }
     return json.dumps({"passed": not failed(found), "stages": stages}, ensure_ascii=False)
-
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +16,8 @@ def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)],
     stage: Annotated[str | None, typer.Option("--stage", metavar="STAGE", help="Default: all.")] = None,
     replay: Annotated[
-        int, typer.Option("--replay", metavar="N", min=0, help="Train so many updates again, from a checkpoint.")
+        int,
+        typer.Option("--replay", metavar="N", min=0, help="Train so many updates again, from a checkpoint."),
     ] = 0,
     exact: Annotated[
         bool, typer.Option("--exact", help="Read completions again, with the policies that are still kept.")
@@ -27,10 +30,13 @@ def audit(
 ) -> None:
     """Check every promise of a run. From what it wrote; exit code 1 where one does not hold."""
     from rlhf_audit import auditing
-    from rlhf_core.runtime.terminal import show
+    from rlhf_core.runtime.terminal import echo
 
     options = auditing.Options(replay, exact, call, plugin or ())
-    found = auditing.audit(run, stage=stage, options=options)
-    show(auditing.as_json(found) if as_json else "\n".join(auditing.lines(found)))
+    # What a stage says while it is trained again is not part of the answer.
+    with redirect_stdout(sys.stderr):
+        found = auditing.audit(run, stage=stage, options=options)
+    for line in [auditing.as_json(found)] if as_json else auditing.lines(found):
+        echo(line)
     if auditing.failed(found):
         raise typer.Exit(1)

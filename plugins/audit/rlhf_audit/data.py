@@ -28,20 +28,23 @@ def held_out(subject: Subject) -> Check:
     train, held = (_files(subject.config.get(field)) for field in ("train_data", "eval_data"))
     if not held:
         return skipped(name, "there is no eval_data")
-    unread = [str(path) for path in (*train, *held) if path.suffix not in (".jsonl", ".json") or not path.is_file()]
+    unread = [
+        str(path) for path in (*train, *held) if path.suffix not in (".jsonl", ".json") or not path.is_file()
+    ]
     if unread or not train:
         return skipped(name, f"{unread[0] if unread else 'train_data'} is no file of JSON lines that is here")
     trained = {prompt for path in train for _, prompt in _prompts(path)}
     loosely = {plain(prompt) for prompt in trained}
-    equal, similar, total, place = 0, 0, 0, ""
+    equal = similar = total = 0
+    place = ""
     for path in held:
-        for number, prompt in _prompts(path):
+        for line, prompt in _prompts(path):
             total += 1
             found = prompt in trained
             equal += found
             similar += not found and plain(prompt) in loosely
             if not place and plain(prompt) in loosely:
-                place = f"{path}, line {number}"
+                place = f"{path}, line {line}"
     if not total:
         return skipped(name, "no row of eval_data has a prompt")
     number = f"{equal} of {total} equal, {similar} more but for case, spaces and punctuation"
@@ -108,9 +111,15 @@ def evaluations(subject: Subject) -> Check:
         for metric, value in (found[step].get("metrics") or {}).items():
             key = metric if metric.startswith("eval_") else f"eval_{metric}"
             said = logged.get(step, {}).get(key)
-            if said is not None and value is not None and not math.isclose(said, value, rel_tol=1e-6, abs_tol=1e-9):
+            if (
+                said is not None
+                and value is not None
+                and not math.isclose(said, value, rel_tol=1e-6, abs_tol=1e-9)
+            ):
                 where = str(subject.dir / "evaluations" / f"{step:06d}.json")
-                return Check(name, FAIL, f"update {step}", f"{key} is {value} here and {said} in the metrics", where)
+                return Check(
+                    name, FAIL, f"update {step}", f"{key} is {value} here and {said} in the metrics", where
+                )
     if len(steps) < 2:
         return Check(name, PASS, "one evaluation, as logged")
     first, last = (_by_row(found[step]) for step in (steps[0], steps[-1]))
@@ -119,7 +128,9 @@ def evaluations(subject: Subject) -> Check:
     if field is None:
         return skipped(name, "rows have no value in common")
     pairs = [(first[row].get(field), last[row].get(field)) for row in shared]
-    change = np.array([later - before for before, later in pairs if before is not None and later is not None], float)
+    change = np.array(
+        [later - before for before, later in pairs if before is not None and later is not None], float
+    )
     if len(change) < 2:
         return skipped(name, "fewer than two rows were evaluated twice")
     error = float(change.std(ddof=1)) / math.sqrt(len(change))

@@ -27,7 +27,11 @@ def artifacts(subject: Subject) -> Check:
     missing = [output for output in wanted if folder / output not in directories]
     if missing:
         return Check(
-            name, FAIL, f"{len(missing)} missing", f"the output '{missing[0]}' is gone", str(folder / missing[0])
+            name,
+            FAIL,
+            f"{len(missing)} missing",
+            f"the output '{missing[0]}' is gone",
+            str(folder / missing[0]),
         )
     if not directories:
         return skipped(name, "no output was saved")
@@ -73,7 +77,10 @@ def _order_problem(subject: Subject) -> tuple[str, str]:
         seen[found] = number
         newest = int(entry.rollout.samples.version.max(initial=0))
         if newest < version:
-            return f"rollout {number} was sampled by version {newest}, the one before by {version}: it is not in its place", where
+            return (
+                f"rollout {number} was sampled by version {newest}, the one before by {version}: it is not in its place",
+                where,
+            )
         version = newest
         used = {*entry.taken[: entry.rollout.rounds]}
         if used & reserved:
@@ -95,7 +102,14 @@ def _end_problem(subject: Subject, last: int) -> tuple[str, str]:
 
 def digest(samples: Any) -> str:
     """Return the SHA-256 of a rollout's completions, as values/NNNNNN.npz names the rollout that they are of."""
-    arrays = {"tokens": "<i4", "lengths": "<i4", "logps": "<f4", "finished": "?", "mask": "?", "version": "<i4"}
+    arrays = {
+        "tokens": "<i4",
+        "lengths": "<i4",
+        "logps": "<f4",
+        "finished": "?",
+        "mask": "?",
+        "version": "<i4",
+    }
     whole = hashlib.sha256()
     for name, dtype in arrays.items():
         whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
@@ -136,12 +150,21 @@ def _row_problems(subject: Subject, entry: Entry) -> Iterator[tuple[str, int]]:
     weights = _weights(subject, rollout.rewards.shape[1])
     for row, said in enumerate(rollout.samples_read):
         if said.get("length") != int(samples.mask[row].sum()):
-            yield f"its text has {said.get('length')} tokens, and {int(samples.mask[row].sum())} are there", row
+            yield (
+                f"its text has {said.get('length')} tokens, and {int(samples.mask[row].sum())} are there",
+                row,
+            )
         if not _equal(said.get("reward"), rollout.total[row]):
-            yield f"its reward is {said.get('reward')} beside the text and {rollout.total[row]} in the arrays", row
+            yield (
+                f"its reward is {said.get('reward')} beside the text and {rollout.total[row]} in the arrays",
+                row,
+            )
         each = list((said.get("rewards") or {}).values())
         if each and not all(map(_equal, each, rollout.rewards[row])):
-            yield f"its rewards are {each} beside the text and {rollout.rewards[row].tolist()} in the arrays", row
+            yield (
+                f"its rewards are {each} beside the text and {rollout.rewards[row].tolist()} in the arrays",
+                row,
+            )
         if weights is not None:
             scored = ~np.isnan(rollout.rewards[row])
             total = float((weights * rollout.rewards[row])[scored].sum()) if scored.any() else math.nan
@@ -196,13 +219,17 @@ def ledger(subject: Subject) -> Check:
         return skipped(name, "the journal does not reach back to the first rollout")
     groups = sum(len(rollout.prompts) for rollout in there)
     dropped = sum(
-        int(rollout.metrics.get(f"dynamic_sampling/{what}", 0)) for rollout in there for what in ("dropped", "surplus")
+        int(rollout.metrics.get(f"dynamic_sampling/{what}", 0))
+        for rollout in there
+        for what in ("dropped", "surplus")
     )
     problem = ""
     if trained != groups:
         problem = f"{trained} groups were trained on, and the journal has {groups}"
     elif entered["equal"] + entered["surplus"] != dropped:
-        problem = f"{entered['equal'] + entered['surplus']} groups were dropped, and the journal says {dropped}"
+        problem = (
+            f"{entered['equal'] + entered['surplus']} groups were dropped, and the journal says {dropped}"
+        )
     elif begun < until:
         problem = f"{begun} rollouts were sampled, and {until} trained on"
     number = f"{trained} groups trained on, {entered['equal'] + entered['surplus']} dropped"
@@ -229,7 +256,13 @@ def metrics(subject: Subject) -> Check:
     steps = [row.get("step") for row in logged]
     for row, (one, other) in enumerate(zip(steps, steps[1:], strict=False), 1):
         if not (isinstance(one, int) and isinstance(other, int) and one < other):
-            return Check(name, FAIL, f"{len(steps)} rows", f"step {other} follows step {one}", f"{path}, line {row + 1}")
+            return Check(
+                name,
+                FAIL,
+                f"{len(steps)} rows",
+                f"step {other} follows step {one}",
+                f"{path}, line {row + 1}",
+            )
     number = f"{len(logged)} rows"
     recorded = ((subject.stage.spec.get("results") or {}).get("files") or {}).get(METRICS)
     if recorded is None:

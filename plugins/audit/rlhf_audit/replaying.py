@@ -20,14 +20,23 @@ def replay_check(subject: Subject, updates: int, plugins: Sequence[Path]) -> Che
         return skipped(name, "a trainer that was called from Python is not trained again")
     kept = [int(path.name) for path in subject.dir.glob("checkpoints/[0-9]*") if path.name.isdecimal()]
     last = subject.updates
-    since = max((step for step in kept if step + updates <= last), default=0)
+    if updates > last:
+        return skipped(name, f"the stage logged {last} updates")
+    logged = [int(row["step"]) for row in subject.stage.metrics if "loss" in row]
+    starts = [step for step in (0, *kept) if any(step < row <= step + updates <= last for row in logged)]
+    if not starts:
+        return skipped(
+            name,
+            f"none of {updates} updates after a checkpoint was logged: give a larger N, or log_steps = 1",
+        )
+    since = max(starts)
     until = since + updates
-    if until > last:
-        return skipped(name, f"the stage made {last} updates")
     try:
         found = replays.replay(subject.run.dir, subject.stage.name, until, plugins, since=since)
     except (InputError, RunError) as error:
-        return Check(name, FAIL, f"updates {since + 1} to {until}", str(error).splitlines()[0], str(subject.dir))
+        return Check(
+            name, FAIL, f"updates {since + 1} to {until}", str(error).splitlines()[0], str(subject.dir)
+        )
     number = f"updates {since + 1} to {found.updates}"
     if found.differences:
         return Check(name, FAIL, number, found.differences[0], str(subject.dir / "metrics.jsonl"))

@@ -35,7 +35,7 @@ DIGITS = (1, 2, 3, 4)
 
 
 class Pair(NamedTuple):
-    """What sampler and trainer think of the sampled tokens of a rollout, nats, float64 [tokens] where both are known."""
+    """What sampler and trainer think of a rollout's sampled tokens, nats, float64 [tokens] where both are known."""
 
     number: int
     sampler: NDArray[np.float64]
@@ -77,7 +77,9 @@ def _value_problem(subject: Subject, entry: Entry) -> str:
     # The sums also have tokens of failed episodes, which the journal's mask leaves out.
     whole = len(sums) and int(sums[:, 2].sum()) == len(excess) and not np.isnan(excess).any()
     if whole and not math.isclose(float(excess.sum()), float(sums[:, 3].sum()), rel_tol=1e-5, abs_tol=1e-3):
-        return f"the sum of surprisal less entropy is {excess.sum():.4f}, and {sums[:, 3].sum():.4f} is written"
+        return (
+            f"the sum of surprisal less entropy is {excess.sum():.4f}, and {sums[:, 3].sum():.4f} is written"
+        )
     return ""
 
 
@@ -110,7 +112,11 @@ def sampling_test(subject: Subject) -> Check:
         if evidence > most:
             most, place = evidence, (number, max(bets, key=lambda each: float(bets[each].max())))
     if not totals:
-        reason = f"{subject.filtered} draws from another distribution" if subject.filtered else "the run wrote no sums"
+        reason = (
+            f"{subject.filtered} draws from another distribution"
+            if subject.filtered
+            else "the run wrote no sums"
+        )
         return skipped(name, reason)
     tokens, excess, variance = np.sum([*totals.values()], axis=0)
     gap, error = excess / tokens, math.sqrt(variance) / tokens
@@ -119,9 +125,17 @@ def sampling_test(subject: Subject) -> Check:
         f"gap {gap:+.4f} ± {INTERVAL * error:.4f} nats per token over {int(tokens):,} tokens, z {z:+.1f}, "
         f"evidence 10^{most / math.log(10):.1f}"
     )
-    found_values = {"gap": gap, "standard_error": error, "z": z, "log10_evidence": most / math.log(10), "tokens": tokens}
+    found_values = {
+        "gap": gap,
+        "standard_error": error,
+        "z": z,
+        "log10_evidence": most / math.log(10),
+        "tokens": tokens,
+    }
     if subject.ahead:
-        return skipped(name, "rollouts_ahead: the sums are of a policy that has moved since it sampled", number_)
+        return skipped(
+            name, "rollouts_ahead: the sums are of a policy that has moved since it sampled", number_
+        )
     if subject.option("limits.surprisal_gap") == 0:
         return skipped(name, "limits.surprisal_gap = 0: the bets have no tolerance for rounding", number_)
     if most < LIMIT:
@@ -180,7 +194,13 @@ def trainer_against_sampler(subject: Subject) -> Check:
         f"mean {mean:.2g}, 99.9 % below {quantile:.2g}, largest {largest:.2g} nats per token, "
         f"trend {trend:+.1g} per rollout"
     )
-    found = {"mean": mean, "quantile_999": quantile, "largest": largest, "trend": trend, "bias": float(np.mean(signed))}
+    found = {
+        "mean": mean,
+        "quantile_999": quantile,
+        "largest": largest,
+        "trend": trend,
+        "bias": float(np.mean(signed)),
+    }
     where = f"{subject.journal_file(place)}"
     if subject.ahead:
         return skipped(name, "rollouts_ahead: the trainer has moved since the policy sampled", number_)
@@ -192,7 +212,9 @@ def trainer_against_sampler(subject: Subject) -> Check:
                 "policy is an older one than the trainer's"
             )
             return Check(name, FAIL, number_, why, where, found)
-    problem = "the sampler's log-probabilities are of another policy, temperature or tokens" if mean > FAR else ""
+    problem = (
+        "the sampler's log-probabilities are of another policy, temperature or tokens" if mean > FAR else ""
+    )
     return Check(name, verdict_of(problem), number_, problem, where if problem else "", found)
 
 
@@ -238,7 +260,9 @@ def equal_completions(subject: Subject) -> Check:
     for entry in subject.rollouts():
         rollout = entry.rollout
         if rollout.conversations is not None:
-            return skipped(name, "the world's answers are part of an episode, and their probability is not known")
+            return skipped(
+                name, "the world's answers are part of an episode, and their probability is not known"
+            )
         for equal, log_q, row in _draws(rollout):
             q = math.exp(min(log_q, 0.0))
             total += 1
@@ -252,8 +276,9 @@ def equal_completions(subject: Subject) -> Check:
     if not total:
         return skipped(name, "every prompt has one completion")
     evidence = float(np.logaddexp.reduce(logs)) - math.log(len(logs))
-    number = f"{seen} of {total:,} equal an earlier one, {expected:.1f} expected, evidence 10^{evidence / math.log(10):.1f}"
-    found = {"equal": seen, "expected": expected, "log10_evidence": evidence / math.log(10)}
+    power = evidence / math.log(10)
+    number = f"{seen} of {total:,} equal an earlier one, {expected:.1f} expected, evidence 10^{power:.1f}"
+    found = {"equal": seen, "expected": expected, "log10_evidence": power}
     if evidence < LIMIT_EQUAL:
         return Check(name, PASS, number, values=found)
     why = f"one of probability e^{worst:.0f} came twice: completions are sent twice, or seeds are shared"
@@ -294,7 +319,11 @@ def rounded(subject: Subject) -> Check:
     shares = on_grid / total
     coarse = [digits for digits, share in zip(DIGITS, shares.tolist(), strict=True) if share > 0.5]
     number = f"{100 * float(shares[1]):.2f} % have two digits"
-    problem = f"they are rounded to {coarse[0]} digits: gradients and corrections use what is lost" if coarse else ""
+    problem = (
+        f"they are rounded to {coarse[0]} digits: gradients and corrections use what is lost"
+        if coarse
+        else ""
+    )
     return Check(name, verdict_of(problem), number, problem, str(subject.dir / "journal") if problem else "")
 
 

@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory
 
-FILTERS = {"top_k": (None, 0, -1), "top_p": (None, 1.0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
+FILTERS = {
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1.0),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (None, 1.0),
+}
 """Options of sampling that change which tokens are drawn, and the values at which they do not."""
 
 

@@ -18,7 +18,7 @@ from rlhf_core.rollouts import Rollout
 CALLED = 32
 """How many completions are scored again."""
 CLOSE = {"rel_tol": 1e-3, "abs_tol": 1e-3}
-"""How close a reward is that is called again: a reward model packs other completions beside each, and rounds otherwise."""
+"""How close a reward is that is called again: a reward model packs it beside others, and rounds otherwise."""
 LONGEST_CELL = 1000
 """Characters from which a column's value is cut in the journal."""
 
@@ -47,7 +47,9 @@ def advantages(subject: Subject, stage: Stage | str) -> Check:
         if len(rows) != len(entry.rollout.total):
             why = f"{len(rows)} rows for {len(entry.rollout.total)} completions"
             return Check(name, FAIL, f"update {step}", why, str(where))
-        again = entry.rollout.with_advantages(advantage, _labels(entry.rollout, subject), name=component["name"])
+        again = entry.rollout.with_advantages(
+            advantage, _labels(entry.rollout, subject), name=component["name"]
+        )
         for row, said in enumerate(rows):
             found = _mean_advantage(again, row)
             apart = abs(found - float(said.get("advantage", math.nan)))
@@ -58,7 +60,9 @@ def advantages(subject: Subject, stage: Stage | str) -> Check:
             worst = max(worst, apart)
     if not compared:
         return skipped(name, "no rollout of the journal was shown in samples")
-    return Check(name, "pass", f"{compared} completions, at most {worst:.1g} apart", values={"completions": compared})
+    return Check(
+        name, "pass", f"{compared} completions, at most {worst:.1g} apart", values={"completions": compared}
+    )
 
 
 def _labels(rollout: Rollout, subject: Subject) -> list[Reward]:
@@ -145,7 +149,9 @@ def _not_called(reward: Reward, *, call: bool) -> str:
 def _chosen(subject: Subject) -> Iterator[tuple[Rollout, int]]:
     """Yield (rollout, row) of completions that are spread over the journal, whose columns are whole."""
     count = len(subject.numbers)
-    rollouts = {subject.numbers[i] for i in np.linspace(0, count - 1, min(count, CALLED)).astype(int).tolist()}
+    rollouts = {
+        subject.numbers[i] for i in np.linspace(0, count - 1, min(count, CALLED)).astype(int).tolist()
+    }
     per_rollout = -(-CALLED // len(rollouts))
     given = 0
     for entry in subject.rollouts():
