@@ -134,7 +134,8 @@ def evaluations(subject: Subject) -> Check:
     if len(change) < 2:
         return skipped(name, "fewer than two rows were evaluated twice")
     error = float(change.std(ddof=1)) / math.sqrt(len(change))
-    number = f"{field} {change.mean():+.4g} ± {1.96 * error:.2g} over {len(change)} rows, update {steps[0]} to {steps[-1]}"
+    interval = f"{field} {change.mean():+.4g} ± {1.96 * error:.2g}"
+    number = f"{interval} over {len(change)} rows, update {steps[0]} to {steps[-1]}"
     return Check(name, PASS, number, values={"change": float(change.mean()), "standard_error": error})
 
 

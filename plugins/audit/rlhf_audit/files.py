@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,8 @@ def _order_problem(subject: Subject) -> tuple[str, str]:
         seen[found] = number
         newest = int(entry.rollout.samples.version.max(initial=0))
         if newest < version:
-            return (
-                f"rollout {number} was sampled by version {newest}, the one before by {version}: it is not in its place",
-                where,
-            )
+            why = f"rollout {number} was sampled by version {newest}, the one before by {version}: it is misplaced"
+            return why, where
         version = newest
         used = {*entry.taken[: entry.rollout.rounds]}
         if used & reserved:
@@ -254,7 +253,7 @@ def metrics(subject: Subject) -> Check:
         return skipped(name, "nothing was logged")
     logged = subject.stage.metrics
     steps = [row.get("step") for row in logged]
-    for row, (one, other) in enumerate(zip(steps, steps[1:], strict=False), 1):
+    for row, (one, other) in enumerate(pairwise(steps), 1):
         if not (isinstance(one, int) and isinstance(other, int) and one < other):
             return Check(
                 name,
