@@ -10,6 +10,7 @@ What reads runs is imported when it is needed: `rlhf --help` imports this packag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlhf_audit.check import Check
@@ -18,14 +19,21 @@ __all__ = ["Check", "audit"]
 
 
 def audit(
-    run: str | Path, *, stage: str | None = None, replay: int = 0, exact: bool = False, call: bool = False
+    run: str | Path,
+    *,
+    stage: str | None = None,
+    replay: int = 0,
+    exact: bool = False,
+    call: bool = False,
+    plugins: Sequence[Path] = (),
 ) -> dict[str, list[Check]]:
     """Check the stages of a run; return {stage: its checks}.
 
     stage: the only one to check. replay: how many updates to train again. exact: read completions again with the
-    policies that are still kept. call: call rewards again that cost something, too.
+    policies that are still kept. call: call rewards again that cost something, too. plugins: files
+    with components and hooks.
     Raises InputError where `run` is no run directory, or has no such stage.
     """
     from rlhf_audit import auditing
 
-    return auditing.audit(run, stage=stage, options=auditing.Options(replay, exact, call))
+    return auditing.audit(run, stage=stage, options=auditing.Options(replay, exact, call, plugins))
