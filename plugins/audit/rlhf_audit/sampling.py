@@ -28,7 +28,7 @@ INTERVAL = 1.96
 OLDER, LEAST_OLDER = 4.0, 1e-3
 """How many times, and by how many nats, log-probabilities differ more than in the first rollout where the sampler holds
 an older policy: the first rollout has none."""
-FAR = 0.3
+FAR = 0.1
 """Nats per token between sampler and trainer that no arithmetic explains."""
 DIGITS = (1, 2, 3, 4)
 """Decimal places to which log-probabilities may have been rounded."""

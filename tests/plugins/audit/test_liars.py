@@ -50,7 +50,7 @@ class Watched:
 
 def run(tiny, place, lie, **changes):
     """Run three updates and return the checks by name."""
-    watched, model = Watched(lie), tiny.make_model(scale=3.0)
+    watched, model = Watched(lie), tiny.make_model(scale=4.0)
     tiny.run(
         "grpo",
         CONFIG.replace(**changes),
@@ -61,7 +61,7 @@ def run(tiny, place, lie, **changes):
         train_dataset=tiny.prompts(48),
     )
     if not (place / "values").exists():
-        start = tiny.make_model(scale=3.0)
+        start = tiny.make_model(scale=4.0)
         write_values(place, [start.with_params(params) for params in watched.policies])
     return {check.name: check for check in next(iter(audit(place).values()))}
 
@@ -83,7 +83,6 @@ NAMED = {
 def test_a_lie_is_named(lie, tiny, tmp_path):
     found = run(tiny, tmp_path / "run", lie)
     failed = {name: check for name, check in found.items() if check.verdict == "FAIL"}
-    print(lie, {name: (check.number, check.why) for name, check in failed.items()})
     if lie is None:
         assert not failed
         assert found["sampling test"].verdict == found["trainer against sampler"].verdict == "pass"
@@ -93,7 +92,7 @@ def test_a_lie_is_named(lie, tiny, tmp_path):
 
 @pytest.mark.parametrize("lie", ["one_fewer", "one_more"])
 def test_a_wrong_number_of_completions_ends_the_run(lie, tiny, tmp_path):
-    with pytest.raises(RunError, match="128"):
+    with pytest.raises(RunError, match="completions for 128: 16 prompts with num_generations = 8"):
         run(tiny, tmp_path / "run", lie, max_training_steps=1)
 
 
