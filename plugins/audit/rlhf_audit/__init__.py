@@ -11,11 +11,24 @@ What reads runs is imported when it is needed: `rlhf --help` imports this packag
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rlhf_audit.check import Check
 
-__all__ = ["Check", "audit"]
+if TYPE_CHECKING:
+    from rlhf_audit.power import power_table as power_table
+    from rlhf_audit.power import tokens_needed as tokens_needed
+
+__all__ = ["Check", "audit", "power_table", "tokens_needed"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what computes the power of the sampling test when it is used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'rlhf_audit' has no attribute '{name}'")
+    return getattr(import_module("rlhf_audit.power"), name)
 
 
 def audit(

@@ -25,7 +25,7 @@ def tokens_needed(gap: float, variance: float, *, tolerance: float = TOLERANCE) 
     return math.ceil((LIMIT + cost) / best) if best > 0 else None
 
 
-def table() -> str:
+def power_table() -> str:
     """Return the tokens needed as lines of Markdown."""
     heads = ["gap, nats per token", *(f"V = {variance:g}" for variance in VARIANCES)]
     rows = [heads, ["---"] * len(heads)]
@@ -36,4 +36,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table(), end="")
+    print(power_table(), end="")
