@@ -36,17 +36,15 @@ def audit(
     *,
     stage: str | None = None,
     replay: int = 0,
-    exact: bool = False,
     call: bool = False,
     plugins: Sequence[Path] = (),
 ) -> dict[str, list[Check]]:
     """Check the stages of a run; return {stage: its checks}.
 
-    stage: the only one to check. replay: how many updates to train again. exact: read completions again with the
-    policies that are still kept. call: call rewards again that cost something, too. plugins: files
+    stage: the only one to check. replay: how many updates to train again. call: call rewards again that cost something, too. plugins: files
     with components and hooks.
     Raises InputError where `run` is no run directory, or has no such stage.
     """
     from rlhf_audit import auditing
 
-    return auditing.audit(run, stage=stage, options=auditing.Options(replay, exact, call, plugins))
+    return auditing.audit(run, stage=stage, options=auditing.Options(replay, call, plugins))

@@ -30,12 +30,10 @@ RESOLVED = "pipeline.resolved.toml"
 class Options:
     """What an audit does besides reading files.
 
-    replay: updates that are trained again; 0: none. exact: sample and read with policies that are still kept. call:
-    call rewards that cost something. plugins: files with components.
+    replay: updates that are trained again; 0: none. call: call rewards that cost something. plugins: files with components.
     """
 
     replay: int = 0
-    exact: bool = False
     call: bool = False
     plugins: Sequence[Path] = ()
 

@@ -19,9 +19,6 @@ def audit(
         int,
         typer.Option("--replay", metavar="N", min=0, help="Train so many updates again, from a checkpoint."),
     ] = 0,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Read completions again, with the policies that are still kept.")
-    ] = False,
     call: Annotated[
         bool, typer.Option("--call", help="Call rewards again that cost something, too.")
     ] = False,
@@ -32,7 +29,7 @@ def audit(
     from rlhf_audit import auditing
     from rlhf_core.runtime.terminal import echo
 
-    options = auditing.Options(replay, exact, call, plugin or ())
+    options = auditing.Options(replay, call, plugin or ())
     # What a stage says while it is trained again is not part of the answer.
     with redirect_stdout(sys.stderr):
         found = auditing.audit(run, stage=stage, options=options)

@@ -357,7 +357,7 @@ def encoded_again(subject: Subject, tokenizer: Any) -> Check:
     share = differ / total
     number = f"{100 * share:.2f} % of {total:,} completions"
     if not differ:
-        why = "no ids differ: the policy writes none that could, or the sampler decodes and encodes; --exact compares"
+        why = "no ids differ: the policy writes none that could, or the sampler decodes and encodes"
         return skipped(name, why, number)
     return Check(name, PASS, number, values={"share": share})
 
