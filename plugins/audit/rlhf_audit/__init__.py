@@ -41,8 +41,8 @@ def audit(
 ) -> dict[str, list[Check]]:
     """Check the stages of a run; return {stage: its checks}.
 
-    stage: the only one to check. replay: how many updates to train again. call: call rewards again that cost something, too. plugins: files
-    with components and hooks.
+    stage: the only one to check. replay: how many updates to train again. call: call rewards again that
+    cost something, too. plugins: files with components and hooks.
     Raises InputError where `run` is no run directory, or has no such stage.
     """
     from rlhf_audit import auditing

@@ -30,7 +30,8 @@ RESOLVED = "pipeline.resolved.toml"
 class Options:
     """What an audit does besides reading files.
 
-    replay: updates that are trained again; 0: none. call: call rewards that cost something. plugins: files with components.
+    replay: updates that are trained again; 0: none. call: call rewards that cost something, too. plugins: files
+    with components.
     """
 
     replay: int = 0
