@@ -26,7 +26,7 @@ JAX = jax==$(shell sed -n 's/^jax==//p' constraints.txt)
 
 # hatchling and editables build the distributions; the rest checks them.
 TOOLS := hatchling editables pytest pytest-xdist ruff mypy import-linter tensorboardX
-PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/kto plugins/distill plugins/kernels plugins/rewards plugins/http plugins/remote plugins/compat plugins/topologies plugins/report plugins/serve plugins/testing plugins/tools plugins/families plugins/trackers plugins/suite
+PLUGINS := plugins/sft plugins/reward plugins/grpo plugins/dpo plugins/kto plugins/distill plugins/kernels plugins/rewards plugins/http plugins/remote plugins/compat plugins/topologies plugins/report plugins/audit plugins/serve plugins/testing plugins/tools plugins/families plugins/trackers plugins/suite
 
 BENCH_ARGS = --work $(WORK) --model $(or $(MODEL),10m) $(if $(BETA),--beta $(BETA)) $(if $(STEPS),--steps $(STEPS)) \
 	$(if $(DATA),--data $(DATA)) $(if $(TOKENIZER),--tokenizer $(TOKENIZER))

@@ -107,7 +107,8 @@ TASKS = (
         "Test your plugin",
         "",
         "check_advantage check_environment check_logger check_model check_pairwise_loss "
-        "check_policy_loss check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE",
+        "check_policy_loss check_reward check_trainer texts pairs prompts tokenizer MODEL_TABLE "
+        "lying_sampler LIES",
     ),
     Task(
         "Describe a model family",

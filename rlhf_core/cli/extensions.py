@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins import PluginInfo
 
 DISTRIBUTIONS = {
+    "audit": "rlhf-audit",
     "chat": "rlhf-remote",
     "compare": "rlhf-report",
     "data": "rlhf-report",

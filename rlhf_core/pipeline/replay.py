@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,11 +63,17 @@ class Replayed:
 
 @runtime.session()
 def replay(
-    run: Path, stage: str | None = None, to: int | None = None, plugins: Sequence[Path] = ()
+    run: Path,
+    stage: str | None = None,
+    to: int | None = None,
+    plugins: Sequence[Path] = (),
+    *,
+    since: int = 0,
 ) -> Replayed:
     """Train a stage of a run again from its journal, in a temporary directory, without its sampler and its rewards.
 
-    stage: the one to replay; None: the last one with a journal. to: the last update to make; None: all.
+    stage: the one to replay; None: the last one with a journal. to: the last update to make; None: all. since: the
+    step of the checkpoint to start from; 0: from the beginning.
     Raises InputError where the run has no such stage or no journal.
     """
     run = run.expanduser().absolute()
@@ -94,9 +101,13 @@ def replay(
             host.registry,
             host.hook,
             template_date=day_begun(run),
-            spec=chosen,
+            # A checkpoint is compared with what the stage computes.
+            spec=identified(chosen, host.registry) if since else chosen,
             replay=Replay(chosen.dir / FOLDER, to),
         )
+        if since:
+            checkpoint = Path("checkpoints", str(since))
+            shutil.copytree(chosen.dir / checkpoint, made.dir / checkpoint)
         try:
             execute(chosen.trainer, config, made, host)
         except Stopped:
@@ -109,8 +120,8 @@ def replay(
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
-        since = _changes(chosen, host) if differences else ()
-        return Replayed(chosen.name, max(again), differences, compares, since)
+        changes = _changes(chosen, host) if differences else ()
+        return Replayed(chosen.name, max(again), differences, compares, changes)
 
 
 def _require_whole(rollouts: Sequence[int], journal: Path) -> None:

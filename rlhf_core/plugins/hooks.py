@@ -1,6 +1,7 @@
 """All hooks of the host `rlhf`.
 
     register (once per plugin, when it loads), translate (for keys that no configuration class knows)
+    audit (for the checks of `rlhf audit`)
     stage_start → (step_end | samples | weights) × n → artifact_saved × outputs → stage_end
 
 Hooks run on the host, on every process, never under jit. An implementation may take fewer arguments than the
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rlhf_core.config import Alias, NoEffect, Options, Refused, TrainerConfig
     from rlhf_core.contracts import Artifact
     from rlhf_core.plugins.registry import Registry
+    from rlhf_core.runs import RunDirectory, StageDirectory
     from rlhf_core.stage import Stage
 
 hookspec = pluggy.HookspecMarker("rlhf")
@@ -60,6 +62,15 @@ def rlhf_check_on(on: str) -> tuple[int, Callable[..., None]] | None:
 
     on: such as "h100:8". The function is called as (pipeline, on, sets=…, plugins=…, dir=…, json_output=…), and prints.
     Raises InputError for an unknown name.
+    """
+
+
+@hookspec
+def rlhf_audit(run: RunDirectory, stage: StageDirectory) -> Sequence[Any] | None:
+    """Return what `rlhf audit` shows of a stage besides its own checks: a list of `rlhf_audit.Check`.
+
+    run, stage: as `open_run` reads them; a file that cannot be read counts as far as it can be.
+    None: it has nothing to say of this stage.
     """
 
 

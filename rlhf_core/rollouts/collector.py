@@ -219,6 +219,11 @@ class RolloutCollector:
                     f"stage '{self.stage.name}'.replay_routes: the sampler does not return the experts of tokens; "
                     "leave out replay_routes, or sample with sampler = 'jax'"
                 )
+        if len(samples.lengths) != len(ids):
+            raise RunError(
+                f"stage '{self.stage.name}': the sampler returned {len(samples.lengths)} completions for {len(ids)}: "
+                f"{len(chosen)} prompts with num_generations = {self.options.num_generations}"
+            )
         self._require_tokens(samples)
         receipt = getattr(self.sampler, "receipt", None)
         # Samples are NumPy arrays: nothing is still being computed.

@@ -21,6 +21,7 @@ from rlhf_core.stage.decide import Begun, Decision, decide_all
 from rlhf_core.stage.spec import Difference, Record, StageSpec
 
 FILE = "stage.json"
+METRICS = "metrics.jsonl"
 BEFORE = "before.json"
 """The record of a run of which nothing is kept."""
 FORMAT = 3
@@ -129,10 +130,12 @@ class StageRecord:
         self._write(record if day is None else {**record, "day": day})
 
     def write_done(self, metrics: Mapping[str, float], outputs: Mapping[str, Artifact]) -> None:
-        """Record that the stage is done, with its last metrics and the identities of its artifacts."""
+        """Record that the stage is done, with its last metrics, their file's hash and its artifacts' identities."""
+        logged = self.dir / METRICS
         results = {
             "metrics": {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()},
             "artifacts": {name: artifacts.identity(artifact.path) for name, artifact in outputs.items()},
+            "files": {METRICS: artifacts.hash_file(logged)} if logged.is_file() else {},
         }
         self._write({**self.then, "state": "done", "finished": _now(), "results": results})
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rlhf_testing.fixtures import prompts as prompts
     from rlhf_testing.fixtures import texts as texts
     from rlhf_testing.fixtures import tokenizer as tokenizer
+    from rlhf_testing.liars import LIES as LIES
+    from rlhf_testing.liars import lying_sampler as lying_sampler
     from rlhf_testing.logger import check_logger as check_logger
     from rlhf_testing.model import check_model as check_model
     from rlhf_testing.pairwise import check_pairwise_loss as check_pairwise_loss
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from rlhf_testing.trainer import check_trainer as check_trainer
 
 __all__ = [
+    "LIES",
     "MODEL_TABLE",
     "check_advantage",
     "check_environment",
@@ -39,6 +42,7 @@ __all__ = [
     "check_policy_loss",
     "check_reward",
     "check_trainer",
+    "lying_sampler",
     "pairs",
     "prompts",
     "texts",
@@ -46,6 +50,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "LIES": "liars",
+    "lying_sampler": "liars",
     "check_advantage": "advantage",
     "check_environment": "environment",
     "check_logger": "logger",

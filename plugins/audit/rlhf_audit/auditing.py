@@ -1,0 +1,200 @@
+"""An audit: every check of every stage of a run, in an order from files to what they mean."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlhf_audit import data, files, sampling, training
+from rlhf_audit.check import FAIL, NOT_APPLICABLE, Check
+from rlhf_audit.replaying import replay_check
+from rlhf_audit.subject import Subject
+from rlhf_core import InputError, Stage
+from rlhf_core import plugins as plugin_loading
+from rlhf_core.errors import suggest
+from rlhf_core.mesh import make_mesh
+from rlhf_core.pipeline.file import read
+from rlhf_core.pipeline.plan import Plan, plan
+from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
+from rlhf_core.tokenizer import load_tokenizer
+
+RESOLVED = "pipeline.resolved.toml"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an audit does besides reading files.
+
+    replay: updates that are trained again; 0: none. call: call rewards that cost something, too. plugins: files
+    with components.
+    """
+
+    replay: int = 0
+    call: bool = False
+    plugins: Sequence[Path] = ()
+
+
+def audit(
+    path: str | Path, *, stage: str | None = None, options: Options | None = None
+) -> dict[str, list[Check]]:
+    """Check the stages of a run; return {stage: its checks}.
+
+    stage: the only one to check. Raises InputError where `path` is no run, or has no such stage.
+    """
+    options = options or Options()
+    damaged: list[Damaged] = []
+    run = open_run(path, damaged=damaged.append)
+    begun = [each for each in run.stages if each.spec or each.has_metrics]
+    names = [each.name for each in begun]
+    if stage is not None and stage not in names:
+        raise InputError(f"--stage {stage}: no such stage.{suggest(stage, names)} Stages: {', '.join(names)}")
+    host = plugin_loading.load(files=options.plugins)
+    planned = _plan(run, host)
+    with tempfile.TemporaryDirectory(prefix="rlhf-audit-") as scratch:
+        return {
+            each.name: list(_checks(run, each, host, planned, damaged, options, Path(scratch)))
+            for each in begun
+            if stage in (None, each.name)
+        }
+
+
+def failed(found: dict[str, list[Check]]) -> bool:
+    """Return whether a check failed."""
+    return any(check.verdict == FAIL for checks in found.values() for check in checks)
+
+
+def _plan(run: RunDirectory, host: plugin_loading.Host) -> Plan | str:
+    """Return what the run was asked for; a text that says why it cannot be opened."""
+    if not (run.dir / RESOLVED).is_file():
+        return f"{run.dir} has no {RESOLVED}: a trainer was called from Python"
+    try:
+        return plan(read(run.dir / RESOLVED, dir=run.dir), host)
+    except InputError as error:
+        return error.problems[0]
+
+
+def _checks(
+    run: RunDirectory,
+    stage: StageDirectory,
+    host: plugin_loading.Host,
+    planned: Plan | str,
+    damaged: list[Damaged],
+    options: Options,
+    scratch: Path,
+) -> Iterator[Check]:
+    """Yield the checks of a stage."""
+    subject = Subject(run, stage, damaged)
+    opened = _open(stage, host, planned, scratch)
+    checks: list[tuple[str, Callable[[], Check]]] = [
+        ("artifact hashes", partial(files.artifacts, subject)),
+        ("journal", partial(files.journal, subject)),
+        ("journal rows", partial(files.rows, subject)),
+        ("ledger", partial(files.ledger, subject)),
+        ("metrics rows", partial(files.metrics, subject)),
+        ("logged rewards", partial(files.logged_rewards, subject)),
+        ("shown completions", partial(training.shown_rewards, subject)),
+        ("trainer's values", partial(sampling.values, subject)),
+        ("sampling test", partial(sampling.sampling_test, subject)),
+        ("trainer against sampler", partial(sampling.trainer_against_sampler, subject)),
+        ("rounded log-probabilities", partial(sampling.rounded, subject)),
+        ("ages of policies", partial(sampling.ages, subject)),
+        ("equal completions", partial(sampling.equal_completions, subject)),
+        ("ids against their text", lambda: sampling.encoded_again(subject, _tokenizer(subject, opened))),
+        ("rewards", partial(training.rewards, subject, opened, call=options.call)),
+        ("advantages", partial(training.advantages, subject, opened)),
+        ("held-out prompts", partial(data.held_out, subject)),
+        ("evaluations", partial(data.evaluations, subject)),
+    ]
+    if options.replay:
+        checks.append(("replay", partial(replay_check, subject, options.replay, options.plugins)))
+    found = [_run(name, check) for name, check in checks]
+    yield _readable(subject)
+    yield from found
+    for more in host.hook.rlhf_audit(run=run, stage=stage):
+        yield from more or ()
+
+
+def _run(name: str, check: Callable[[], Check]) -> Check:
+    """Run a check; what damaged files make of it is a failure of the check, by name."""
+    try:
+        return check()
+    except Damaged as error:
+        return Check(name, FAIL, "", error.why, str(error.path))
+
+
+def _readable(subject: Subject) -> Check:
+    """Check that every file that was asked for could be read."""
+    there = {str(each.path): each for each in subject.damaged if subject.dir in each.path.parents}
+    if not there:
+        return Check("files", "pass", "all are readable")
+    first = next(iter(there.values()))
+    return Check("files", FAIL, f"{len(there)} damaged", first.why, str(first.path))
+
+
+def _open(
+    stage: StageDirectory, host: plugin_loading.Host, planned: Plan | str, scratch: Path
+) -> Stage | str:
+    """Open a stage as it was asked for, in a directory of its own, to call its components; a text says why not."""
+    if isinstance(planned, str):
+        return f"what it was asked for cannot be opened: {planned}"
+    spec = next((each for each in planned.stages if each.name == stage.name), None)
+    if spec is None:
+        return "the pipeline has no such stage any more"
+    directory = scratch / stage.name
+    directory.mkdir(exist_ok=True)
+    mesh = make_mesh(**dict[str, Any](planned.mesh)) if stage.rollout_numbers else None
+    return Stage(stage.name, directory, spec.seed, mesh, True, host.registry, host.hook, spec=spec)
+
+
+def _tokenizer(subject: Subject, opened: Stage | str) -> Any:
+    """Open the tokenizer of a stage's policy; None where it cannot be."""
+    places = [str(path.parent) for path in subject.dir.glob("artifacts/*/tokenizer.json")]
+    model = None if isinstance(opened, str) else getattr(opened.specification().config, "model", None)
+    if isinstance(model, str):
+        places.append(model)
+    for place in places:
+        try:
+            return load_tokenizer(place)
+        except InputError:
+            continue
+    return None
+
+
+def lines(found: dict[str, list[Check]]) -> Iterator[str]:
+    """Yield an audit as lines for a reader."""
+    for stage, checks in found.items():
+        yield f"stage '{stage}'"
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            verdict = "n/a" if check.verdict == NOT_APPLICABLE else check.verdict
+            rest = "; ".join(part for part in (check.number, check.why) if part)
+            yield f"  {verdict:4}  {check.name:{width}}  {rest}".rstrip()
+            if check.where and check.verdict == FAIL:
+                yield f"        {'':{width}}  {check.where}"
+    every = [check for checks in found.values() for check in checks]
+    counts = [sum(check.verdict == verdict for check in every) for verdict in ("pass", FAIL, NOT_APPLICABLE)]
+    yield f"{counts[0]} pass, {counts[1]} fail, {counts[2]} not applicable"
+
+
+def as_json(found: dict[str, list[Check]]) -> str:
+    """Return an audit as JSON, for programs."""
+    stages = {
+        stage: [
+            {
+                "name": check.name,
+                "verdict": check.verdict,
+                "number": check.number,
+                "why": check.why,
+                "where": check.where,
+                "values": {name: float(value) for name, value in check.values.items()},
+            }
+            for check in checks
+        ]
+        for stage, checks in found.items()
+    }
+    return json.dumps({"passed": not failed(found), "stages": stages}, ensure_ascii=False)

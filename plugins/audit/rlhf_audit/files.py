@@ -1,0 +1,315 @@
+"""Checks of files: artifacts, the journal, the ledger of groups and the metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rlhf_audit.check import FAIL, PASS, Check, skipped, verdict_of
+from rlhf_audit.subject import Entry, Subject
+from rlhf_core import InputError
+from rlhf_core.artifacts import open_artifact
+
+METRICS = "metrics.jsonl"
+
+
+def artifacts(subject: Subject) -> Check:
+    """Compare every file of every artifact with the hashes of its manifest."""
+    name = "artifact hashes"
+    directories = sorted(path.parent for path in subject.dir.glob("artifacts/*/rlhf_artifact.json"))
+    folder = subject.dir / "artifacts"
+    wanted = (subject.stage.spec.get("results") or {}).get("artifacts") or {}
+    missing = [output for output in wanted if folder / output not in directories]
+    if missing:
+        return Check(
+            name,
+            FAIL,
+            f"{len(missing)} missing",
+            f"the output '{missing[0]}' is gone",
+            str(folder / missing[0]),
+        )
+    if not directories:
+        return skipped(name, "no output was saved")
+    files = 0
+    for directory in directories:
+        try:
+            files += len(open_artifact(directory).metadata["files"])
+        except InputError as error:
+            return Check(name, FAIL, "", error.problems[0].partition(";")[0], str(directory))
+    return Check(name, PASS, f"{files} files", values={"files": files})
+
+
+def journal(subject: Subject) -> Check:
+    """Check that the journal has every rollout that was trained on, each once and in its order."""
+    name = "journal"
+    if not subject.numbers:
+        return skipped(name, "the stage samples nothing, or keeps no journal")
+    before = len(subject.damaged)
+    problem, where = _order_problem(subject)
+    damaged = [each for each in subject.damaged[before:] if each.path.parent.name == "journal"]
+    if damaged:
+        problem, where = f"a file cannot be read: {damaged[0].why}", str(damaged[0].path)
+    count = len(subject.numbers)
+    return Check(name, verdict_of(problem), f"{count} rollouts", problem, where, {"rollouts": count})
+
+
+def _order_problem(subject: Subject) -> tuple[str, str]:
+    """Return what is wrong with the order of the rollouts, and the file that shows it."""
+    first, last = subject.numbers[0], subject.numbers[-1]
+    missing = sorted({*range(first, last + 1)} - {*subject.numbers})
+    if first and subject.config.get("journal") != "until_checkpoint":
+        missing.insert(0, 0)
+    if missing:
+        return f"rollout {missing[0]} is missing", str(subject.journal_file(missing[0]))
+    seen: dict[str, int] = {}
+    version = -1
+    reserved: set[int] = set()
+    for entry in subject.rollouts():
+        number, where = entry.rollout.number, str(subject.journal_file(entry.rollout.number))
+        found = digest(entry.rollout.samples)
+        if found in seen:
+            return f"rollout {number} has the completions of rollout {seen[found]}", where
+        seen[found] = number
+        newest = int(entry.rollout.samples.version.max(initial=0))
+        if newest < version:
+            why = f"rollout {number} was sampled by version {newest}, the one before by {version}: it is misplaced"
+            return why, where
+        version = newest
+        used = {*entry.taken[: entry.rollout.rounds]}
+        if used & reserved:
+            return f"rollout {number} has prompts of round {min(used & reserved)}, as one before it", where
+        reserved |= used
+    return _end_problem(subject, last)
+
+
+def _end_problem(subject: Subject, last: int) -> tuple[str, str]:
+    """Return whether updates were made after the journal's last rollout."""
+    each = subject.updates_per_rollout
+    if each is None or not subject.updates:
+        return "", ""
+    needed = math.ceil(subject.updates / each)
+    if last + 1 < needed:
+        return f"{subject.updates} updates need {needed} rollouts", str(subject.journal_file(last + 1))
+    return "", ""
+
+
+def digest(samples: Any) -> str:
+    """Return the SHA-256 of a rollout's completions, as values/NNNNNN.npz names the rollout that they are of."""
+    arrays = {
+        "tokens": "<i4",
+        "lengths": "<i4",
+        "logps": "<f4",
+        "finished": "?",
+        "mask": "?",
+        "version": "<i4",
+    }
+    whole = hashlib.sha256()
+    for name, dtype in arrays.items():
+        whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
+    return whole.hexdigest()
+
+
+def rows(subject: Subject) -> Check:
+    """Check that tokens, rewards and texts of every completion in the journal agree with each other."""
+    name = "journal rows"
+    if not subject.numbers:
+        return skipped(name, "the stage samples nothing, or keeps no journal")
+    completions = 0
+    for entry in subject.rollouts():
+        for problem, row in _row_problems(subject, entry):
+            number = entry.rollout.number
+            where = f"{subject.journal_file(number)}, completion {row}"
+            return Check(name, FAIL, f"rollout {number}", problem, where)
+        completions += len(entry.rollout.total)
+    return Check(name, PASS, f"{completions:,} completions", values={"completions": completions})
+
+
+def _row_problems(subject: Subject, entry: Entry) -> Iterator[tuple[str, int]]:
+    """Yield what is wrong with completions, and their numbers."""
+    rollout = entry.rollout
+    samples, count = rollout.samples, len(rollout.total)
+    if len(rollout.samples_read) != count or len(samples.lengths) != count:
+        yield f"{len(rollout.samples_read)} texts for {count} completions", 0
+        return
+    inside = np.arange(samples.tokens.shape[1]) < np.asarray(samples.lengths)[:, None]
+    wrong = {
+        "the policy's tokens are not within its length": (samples.mask & ~inside).any(1),
+        "a log-probability is above 0, or not finite": (samples.mask & ~(samples.logps <= 1e-5)).any(1)
+        | (samples.mask & ~np.isfinite(samples.logps)).any(1),
+    }
+    for problem, there in wrong.items():
+        for row in np.flatnonzero(there).tolist():
+            yield problem, row
+    weights = _weights(subject, rollout.rewards.shape[1])
+    for row, said in enumerate(rollout.samples_read):
+        if said.get("length") != int(samples.mask[row].sum()):
+            yield (
+                f"its text has {said.get('length')} tokens, and {int(samples.mask[row].sum())} are there",
+                row,
+            )
+        if not _equal(said.get("reward"), rollout.total[row]):
+            yield (
+                f"its reward is {said.get('reward')} beside the text and {rollout.total[row]} in the arrays",
+                row,
+            )
+        each = list((said.get("rewards") or {}).values())
+        if each and not all(map(_equal, each, rollout.rewards[row])):
+            yield (
+                f"its rewards are {each} beside the text and {rollout.rewards[row].tolist()} in the arrays",
+                row,
+            )
+        if weights is not None:
+            scored = ~np.isnan(rollout.rewards[row])
+            total = float((weights * rollout.rewards[row])[scored].sum()) if scored.any() else math.nan
+            if not _equal(total, rollout.total[row]):
+                yield f"its reward is {rollout.total[row]}, and the weighted sum is {total}", row
+
+
+def _weights(subject: Subject, functions: int) -> np.ndarray | None:
+    """Return the weights of the reward functions; None where functions were given from Python, too."""
+    named = subject.config.get("rewards") or []
+    if subject.config.get("environment") is not None or len(named) != functions:
+        return None
+    given = subject.config.get("reward_weights")
+    if given is not None:
+        return np.array(given, np.float64)
+    return np.array([float(each.get("weight", 1.0)) if isinstance(each, Mapping) else 1.0 for each in named])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare two numbers; None is not scored, as NaN is."""
+    first = math.nan if one is None else float(one)
+    second = math.nan if other is None else float(other)
+    if math.isnan(first) or math.isnan(second):
+        return math.isnan(first) and math.isnan(second)
+    return math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-6)
+
+
+def ledger(subject: Subject) -> Check:
+    """Check that every group whose prompts were reserved was trained on or dropped by rule, and none twice."""
+    name = "ledger"
+    kept = [path for path in subject.dir.glob("checkpoints/[0-9]*/host.json") if path.parent.name.isdecimal()]
+    if not subject.numbers or not kept:
+        return skipped(name, "there is no journal with a checkpoint that counts its groups")
+    path = max(kept, key=lambda path: int(path.parent.name))
+    try:
+        saved = json.loads(path.read_bytes())
+        # The trainer's counters are within the checkpoint's.
+        host = _find_ledger(saved)
+    except (OSError, ValueError) as error:
+        return Check(name, FAIL, "", f"it cannot be read: {error}", str(path))
+    if host is None:
+        return skipped(name, "the checkpoint has no ledger")
+    entered, begun = host["ledger"], host["sampled"]
+    trained = entered["used"] + entered["training"] + entered["passed_over"]
+    step = int(path.parent.name)
+    first = subject.numbers[0]
+    each = subject.updates_per_rollout or 1
+    rollouts = {entry.rollout.number: entry.rollout for entry in subject.rollouts()}
+    until = math.ceil(step / each)
+    there = [rollouts[number] for number in range(first, until) if number in rollouts]
+    if first or len(there) < until:
+        return skipped(name, "the journal does not reach back to the first rollout")
+    groups = sum(len(rollout.prompts) for rollout in there)
+    dropped = sum(
+        int(rollout.metrics.get(f"dynamic_sampling/{what}", 0))
+        for rollout in there
+        for what in ("dropped", "surplus")
+    )
+    problem = ""
+    if trained != groups:
+        problem = f"{trained} groups were trained on, and the journal has {groups}"
+    elif entered["equal"] + entered["surplus"] != dropped:
+        problem = (
+            f"{entered['equal'] + entered['surplus']} groups were dropped, and the journal says {dropped}"
+        )
+    elif begun < until:
+        problem = f"{begun} rollouts were sampled, and {until} trained on"
+    number = f"{trained} groups trained on, {entered['equal'] + entered['surplus']} dropped"
+    return Check(name, verdict_of(problem), number, problem, str(path) if problem else "", {"groups": groups})
+
+
+def _find_ledger(saved: Any) -> Mapping[str, Any] | None:
+    """Return the table that has the ledger, at any depth; None where there is none."""
+    if not isinstance(saved, dict):
+        return None
+    if isinstance(saved.get("ledger"), dict):
+        return saved
+    found = (_find_ledger(value) for value in saved.values())
+    return next((each for each in found if each is not None), None)
+
+
+def metrics(subject: Subject) -> Check:
+    """Check the rows of metrics.jsonl: their order, and their hash in the record of a stage that is done."""
+    name = "metrics rows"
+    path = subject.dir / METRICS
+    if not path.is_file():
+        return skipped(name, "nothing was logged")
+    logged = subject.stage.metrics
+    steps = [row.get("step") for row in logged]
+    for row, (one, other) in enumerate(pairwise(steps), 1):
+        if not (isinstance(one, int) and isinstance(other, int) and one < other):
+            return Check(
+                name,
+                FAIL,
+                f"{len(steps)} rows",
+                f"step {other} follows step {one}",
+                f"{path}, line {row + 1}",
+            )
+    number = f"{len(logged)} rows"
+    recorded = ((subject.stage.spec.get("results") or {}).get("files") or {}).get(METRICS)
+    if recorded is None:
+        why = "the stage is not done, or an earlier version wrote it: its record has no hash of the rows"
+        return skipped(name, why, number)
+    if recorded != hashlib.sha256(path.read_bytes()).hexdigest():
+        return Check(name, FAIL, number, "a row was changed since the stage was done", str(path))
+    return Check(name, PASS, number, values={"rows": len(logged)})
+
+
+def logged_rewards(subject: Subject) -> Check:
+    """Compare the mean rewards that were logged with those of the journal."""
+    name = "logged rewards"
+    each, every = subject.updates_per_rollout, int(subject.config.get("log_steps") or 0)
+    reason = _not_comparable(subject)
+    if each is None or not every or reason:
+        return skipped(name, reason or "fewer than two rollouts, or nothing was logged")
+    means = {}
+    for entry in subject.rollouts():
+        total = entry.rollout.total
+        means[entry.rollout.number] = (float(np.nansum(total)), int((~np.isnan(total)).sum()))
+    compared, before, worst = 0, 0, 0.0
+    for row in subject.stage.metrics:
+        step, said = row.get("step"), row.get("reward")
+        if not isinstance(step, int) or said is None:
+            continue
+        spans = [number for number in range(before // each, math.ceil(step / each)) if number in means]
+        complete = before % each == 0 and step % each == 0 and len(spans) == (step - before) // each
+        before = step
+        if not complete or not spans:
+            continue
+        mean = sum(means[number][0] for number in spans) / max(sum(means[number][1] for number in spans), 1)
+        compared += 1
+        worst = max(worst, abs(mean - said))
+        if not math.isclose(mean, said, rel_tol=1e-4, abs_tol=1e-5):
+            problem = f"update {step} logged a mean reward of {said:.6g}, and the journal has {mean:.6g}"
+            return Check(name, FAIL, f"{abs(mean - said):.2g} apart", problem, str(subject.dir / METRICS))
+    if not compared:
+        return skipped(name, "no row of the metrics covers whole rollouts")
+    return Check(name, PASS, f"{compared} rows, at most {worst:.1g} apart", values={"rows": compared})
+
+
+def _not_comparable(subject: Subject) -> str:
+    """Return why logged rewards are not those of the journal."""
+    if not subject.numbers:
+        return "there is no journal"
+    if subject.option("dynamic_sampling") is not None:
+        return "with dynamic_sampling, metrics are over groups that the journal does not have"
+    if subject.option("environment") is not None:
+        return "metrics of episodes leave out those that failed"
+    return ""

@@ -1,0 +1,72 @@
+"""The trainer's values beside a journal, values/NNNNNN.npz, computed in float64 from the policies that sampled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhf_core.runs import open_run
+
+LAMBDAS = (1 / 2, -1 / 2, 1 / 8, -1 / 8, 1 / 32, -1 / 32)
+TOLERANCE = 0.02
+
+
+def moments(logits: np.ndarray, token: int) -> list[float]:
+    """log p of a token, entropy, variance of log p, and log e_λ for every λ; float64."""
+    shifted = logits.astype(np.float64) - logits.max()
+    log_p = shifted - np.log(np.exp(shifted).sum())
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum()
+    bets = [each * log_p[token] - np.log((p ** (1 + each)).sum()) - abs(each) * TOLERANCE for each in LAMBDAS]
+    return [log_p[token], entropy, (p * log_p**2).sum() - entropy**2, *bets]
+
+
+def write_values(stage: Path, models: Sequence[Any]) -> None:
+    """Write the values of every rollout of a stage; models: the policy of each, or one for all."""
+    (found,) = open_run(stage).stages
+    folder = stage / "values"
+    folder.mkdir(exist_ok=True)
+    for entry in found.rollouts():
+        rollout = entry.rollout
+        samples, number = rollout.samples, rollout.number
+        model = models[number if len(models) > 1 else 0]
+        rows = []
+        for i, length in enumerate(np.asarray(samples.lengths).tolist()):
+            prompt = np.asarray(rollout.prompt_ids[i // rollout.group])
+            ids = np.concatenate([prompt, samples.tokens[i, :length]])
+            padded = np.zeros((1, 32), np.int32)
+            padded[0, : len(ids)] = ids
+            there = (np.arange(32) < len(ids)).astype(np.int32)[None]
+            logits = np.asarray(model.logits(padded, there))[0]
+            rows += [moments(logits[len(prompt) + t - 1], int(ids[len(prompt) + t])) for t in range(length)]
+        table = np.array(rows)
+        excess = -table[:, 0] - table[:, 1]
+        version = float(np.asarray(samples.version).max())
+        sums = [0.0, version, float(len(table)), excess.sum(), table[:, 2].sum(), *table[:, 3:].sum(0)]
+        names = ("trainer_logps", "entropies", "variances")
+        np.savez(
+            folder / f"{number:06d}.npz",
+            **dict(zip(names, table[:, :3].T.astype(np.float32), strict=True)),
+            sums=np.array([sums]),
+            rollout=np.array(digest(samples)),
+        )
+
+
+def digest(samples: Any) -> str:
+    """The hash by which values name their rollout."""
+    whole = hashlib.sha256()
+    arrays = {
+        "tokens": "<i4",
+        "lengths": "<i4",
+        "logps": "<f4",
+        "finished": "?",
+        "mask": "?",
+        "version": "<i4",
+    }
+    for name, dtype in arrays.items():
+        whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
+    return whole.hexdigest()
