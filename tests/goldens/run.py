@@ -213,8 +213,9 @@ def _tensors(path: Path) -> dict[str, Any]:
     return {"hash": digest.hexdigest(), "squares": squares}
 
 
-DIFFERENCES = ("/chosen", "/rejected")
-"""Rewards of DPO's rows: differences of sums of tens of nats, whose own float32 is as coarse as 4e-6."""
+DIFFERENCES = ("/chosen", "/rejected", "/margins", "/advantage")
+"""Rewards of DPO and KTO, which are differences of sums of tens of nats, whose own float32 is as coarse as 4e-6; and
+advantages, which are differences of rewards over their deviation."""
 WIDER = {"/gemma/metrics.jsonl[0]/grad_norm": 2.0}
 """A number that the fifth generation of Xeon rounds differently from all processors before it, by 1.4e-5 of it, with
 how many times the tolerance it has."""

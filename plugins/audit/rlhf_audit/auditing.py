@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -166,16 +167,22 @@ def _tokenizer(subject: Subject, opened: Stage | str) -> Any:
 
 
 def lines(found: dict[str, list[Check]]) -> Iterator[str]:
-    """Yield an audit as lines for a reader."""
+    """Yield an audit as lines for a reader; checks that are not applicable for the same reason share one."""
     for stage, checks in found.items():
         yield f"stage '{stage}'"
-        width = max(len(check.name) for check in checks)
-        for check in checks:
-            verdict = "n/a" if check.verdict == NOT_APPLICABLE else check.verdict
+        applied = [check for check in checks if check.verdict != NOT_APPLICABLE]
+        width = max(len(check.name) for check in applied)
+        for check in applied:
             rest = "; ".join(part for part in (check.number, check.why) if part)
-            yield f"  {verdict:4}  {check.name:{width}}  {rest}".rstrip()
+            yield f"  {check.verdict:4}  {check.name:{width}}  {rest}".rstrip()
             if check.where and check.verdict == FAIL:
                 yield f"        {'':{width}}  {check.where}"
+        names: dict[str, list[str]] = defaultdict(list)
+        for check in checks:
+            if check.verdict == NOT_APPLICABLE:
+                names["; ".join(part for part in (check.number, check.why) if part)].append(check.name)
+        for why, skipped in names.items():
+            yield f"  n/a   {', '.join(skipped)}: {why}"
     every = [check for checks in found.values() for check in checks]
     counts = [sum(check.verdict == verdict for check in every) for verdict in ("pass", FAIL, NOT_APPLICABLE)]
     yield f"{counts[0]} pass, {counts[1]} fail, {counts[2]} not applicable"
