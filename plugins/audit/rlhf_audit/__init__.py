@@ -47,4 +47,4 @@ def audit(
     """
     from rlhf_audit import auditing
 
-    return auditing.audit(run, stage=stage, options=auditing.Options(replay, call, plugins))
+    return auditing.audit(run, stage=stage, options=auditing.AuditOptions(replay, call, plugins))

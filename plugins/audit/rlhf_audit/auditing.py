@@ -11,10 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_audit import data, files, sampling, training
 from rlhf_audit.check import FAIL, NOT_APPLICABLE, Check
+from rlhf_audit.data import evaluations, held_out
+from rlhf_audit.files import artifacts, journal, ledger, logged_rewards, metrics, rows
 from rlhf_audit.replaying import replay_check
+from rlhf_audit.sampling import (
+    ages,
+    encoded_again,
+    equal_completions,
+    rounded,
+    sampling_test,
+    trainer_against_sampler,
+    values,
+)
 from rlhf_audit.subject import Subject
+from rlhf_audit.training import advantages, rewards, shown_rewards
 from rlhf_core import InputError, Stage
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.errors import suggest
@@ -28,7 +39,7 @@ RESOLVED = "pipeline.resolved.toml"
 
 
 @dataclass(frozen=True)
-class Options:
+class AuditOptions:
     """What an audit does besides reading files.
 
     replay: updates that are trained again; 0: none. call: call rewards that cost something, too. plugins: files
@@ -41,13 +52,13 @@ class Options:
 
 
 def audit(
-    path: str | Path, *, stage: str | None = None, options: Options | None = None
+    path: str | Path, *, stage: str | None = None, options: AuditOptions | None = None
 ) -> dict[str, list[Check]]:
     """Check the stages of a run; return {stage: its checks}.
 
     stage: the only one to check. Raises InputError where `path` is no run, or has no such stage.
     """
-    options = options or Options()
+    options = options or AuditOptions()
     damaged: list[Damaged] = []
     run = open_run(path, damaged=damaged.append)
     begun = [each for each in run.stages if each.spec or each.has_metrics]
@@ -85,31 +96,31 @@ def _checks(
     host: plugin_loading.Host,
     planned: Plan | str,
     damaged: list[Damaged],
-    options: Options,
+    options: AuditOptions,
     scratch: Path,
 ) -> Iterator[Check]:
     """Yield the checks of a stage."""
     subject = Subject(run, stage, damaged)
     opened = _open(stage, host, planned, scratch)
     checks: list[tuple[str, Callable[[], Check]]] = [
-        ("artifact hashes", partial(files.artifacts, subject)),
-        ("journal", partial(files.journal, subject)),
-        ("journal rows", partial(files.rows, subject)),
-        ("ledger", partial(files.ledger, subject)),
-        ("metrics rows", partial(files.metrics, subject)),
-        ("logged rewards", partial(files.logged_rewards, subject)),
-        ("shown completions", partial(training.shown_rewards, subject)),
-        ("trainer's values", partial(sampling.values, subject)),
-        ("sampling test", partial(sampling.sampling_test, subject)),
-        ("trainer against sampler", partial(sampling.trainer_against_sampler, subject)),
-        ("rounded log-probabilities", partial(sampling.rounded, subject)),
-        ("ages of policies", partial(sampling.ages, subject)),
-        ("equal completions", partial(sampling.equal_completions, subject)),
-        ("ids against their text", lambda: sampling.encoded_again(subject, _tokenizer(subject, opened))),
-        ("rewards", partial(training.rewards, subject, opened, call=options.call)),
-        ("advantages", partial(training.advantages, subject, opened)),
-        ("held-out prompts", partial(data.held_out, subject)),
-        ("evaluations", partial(data.evaluations, subject)),
+        ("artifact hashes", partial(artifacts, subject)),
+        ("journal", partial(journal, subject)),
+        ("journal rows", partial(rows, subject)),
+        ("ledger", partial(ledger, subject)),
+        ("metrics rows", partial(metrics, subject)),
+        ("logged rewards", partial(logged_rewards, subject)),
+        ("shown completions", partial(shown_rewards, subject)),
+        ("trainer's values", partial(values, subject)),
+        ("sampling test", partial(sampling_test, subject)),
+        ("trainer against sampler", partial(trainer_against_sampler, subject)),
+        ("rounded log-probabilities", partial(rounded, subject)),
+        ("ages of policies", partial(ages, subject)),
+        ("equal completions", partial(equal_completions, subject)),
+        ("ids against their text", lambda: encoded_again(subject, _tokenizer(subject, opened))),
+        ("rewards", partial(rewards, subject, opened, call=options.call)),
+        ("advantages", partial(advantages, subject, opened)),
+        ("held-out prompts", partial(held_out, subject)),
+        ("evaluations", partial(evaluations, subject)),
     ]
     if options.replay:
         checks.append(("replay", partial(replay_check, subject, options.replay, options.plugins)))

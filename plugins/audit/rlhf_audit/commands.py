@@ -29,7 +29,7 @@ def audit(
     from rlhf_audit import auditing
     from rlhf_core.runtime.terminal import echo
 
-    options = auditing.Options(replay, call, plugin or ())
+    options = auditing.AuditOptions(replay, call, plugin or ())
     # What a stage says while it is trained again is not part of the answer.
     with redirect_stdout(sys.stderr):
         found = auditing.audit(run, stage=stage, options=options)

@@ -26,7 +26,7 @@ Decode = Callable[[Sequence[int], Sequence[int]], list[str]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedRollouts:
     """What of a rollout is shown: bounds of a quantity, how completions ended, a text within them, and the order."""
 
     sort: str = "order"
@@ -111,7 +111,7 @@ def group_size(stage: StageDirectory, samples: Sequence[Any], arrays: Mapping[st
     return size if isinstance(size, int) and size > 0 else 1
 
 
-def groups_of(rollout: Sampled, wanted: Wanted) -> list[dict[str, Any]]:
+def groups_of(rollout: Sampled, wanted: WantedRollouts) -> list[dict[str, Any]]:
     """Return the groups with the completions that are wanted, in the order that is wanted."""
     found = []
     for place, row in enumerate(rollout.rows):
@@ -256,7 +256,7 @@ def rewards_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(str(name) for table in tables if isinstance(table, Mapping) for name in table))
 
 
-def page_of(rollout: Sampled, wanted: Wanted) -> dict[str, Any]:
+def page_of(rollout: Sampled, wanted: WantedRollouts) -> dict[str, Any]:
     """Describe an update's rollout."""
     groups = groups_of(rollout, wanted)
     return {

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.terminal import echo
 from rlhf_report.frozen import PAGE
-from rlhf_report.watch.rollout_view import SORTS, Wanted
+from rlhf_report.watch.rollout_view import SORTS, WantedRollouts
 from rlhf_report.watch.watched import Watched, unreadable
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -285,7 +285,7 @@ def _rollouts(watched: Watched, request: Request) -> Mapping[str, Any]:
     update = _asked(request, "update", None)
     if update == 0:
         raise BadRequest("update: updates are counted from 1", param="update")
-    wanted = Wanted(
+    wanted = WantedRollouts(
         sort=_sort(request, SORTS, "order"),
         search=query.get("search", ""),
         finish=query.get("finish", ""),

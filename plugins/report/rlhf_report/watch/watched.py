@@ -21,7 +21,7 @@ from rlhf_report.watch.places import find_runs, is_within
 from rlhf_report.watch.rollout_view import (
     Decode,
     Sampled,
-    Wanted,
+    WantedRollouts,
     finish,
     groups_of,
     in_order,
@@ -86,7 +86,7 @@ class Watched:
         kept = ("step", "time", "num_tokens", *names)
         return {"rows": [{name: row[name] for name in kept if name in row} for row in rows[start:]]}
 
-    def rollouts(self, id: str, stage: str, update: int | None, wanted: Wanted) -> Json:
+    def rollouts(self, id: str, stage: str, update: int | None, wanted: WantedRollouts) -> Json:
         """Describe an update's rollout; without an update, search in the completions of the whole stage."""
         run = self._run(id)
         files = self._stage(run, stage)
@@ -99,7 +99,7 @@ class Watched:
         self._neighbours(files, rollout, answer["groups"])
         return answer
 
-    def _search(self, files: StageDirectory, wanted: Wanted) -> Json:
+    def _search(self, files: StageDirectory, wanted: WantedRollouts) -> Json:
         """Find completions by a text in them, in the order of the updates or as asked."""
         if not wanted.search:
             raise BadRequest(
@@ -130,7 +130,7 @@ class Watched:
         }
 
     def _found(
-        self, files: StageDirectory, places: Sequence[tuple[int, int]], wanted: Wanted
+        self, files: StageDirectory, places: Sequence[tuple[int, int]], wanted: WantedRollouts
     ) -> tuple[list[Json], list[Sampled]]:
         """Read the groups, (rollout, group), that the index has found, in their order, and the rollouts they are of."""
         times = updates_per_rollout(files)
