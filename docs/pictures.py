@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 PICTURES = ROOT / "docs" / "pictures"
 DESK, PHONE = (1280, 860), (390, 844)
 LOOKS = {"light": (DESK, False), "dark": (DESK, True), "phone": (PHONE, False)}
-KEPT = {"runs": ("light",), "run": ("light", "dark"), "tokens": ("light", "phone"), "compare": ("light",)}
+KEPT = {"run": ("light",), "tokens": ("light",)}
 """Pictures that the documentation has; the others are looked at, in the folder that is given."""
 
 
