@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -65,6 +65,7 @@ class Http:
     With `on_error = "skip"`, completions of a request that fails are not scored, and those of others are.
     """
 
+    costs: ClassVar[bool] = True
     url: str
     columns: tuple[str, ...] = ()
     batch_size: Positive = 32
@@ -168,6 +169,7 @@ class Judge:
     `on_error = "skip"`, also if there is no answer.
     """
 
+    costs: ClassVar[bool] = True
     url: str
     model: str
     rubric_file: str
