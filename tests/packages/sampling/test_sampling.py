@@ -233,7 +233,7 @@ def test_the_registered_sampler_is_this_one() -> None:
 
 def test_no_prompts_give_no_rollouts() -> None:
     out = make_sampler()(model()[1], [], jax.random.key(0))
-    assert [x.shape for x in out] == [(0, NEW), (0,), (0, NEW), (0,), (0, NEW), (0,), (0, NEW, 0, 0)]
+    assert [x.shape for x in out] == [(0, NEW), (0,), (0, NEW), (0,), (0, NEW), (0,), (0, NEW, 0, 0), (0,)]
 
 
 def test_buckets_are_powers_of_two_up_to_the_longest() -> None:

@@ -55,6 +55,7 @@ def test_every_update_is_trls(loss: str, model: str, tiny: ModuleType, tmp_path:
         known = {name: value for name, value in expected.items() if name in found}
         assert set(expected) - set(known) == ({"kl"} if loss == "apo_zero_unpaired" else set())
         for name, value in known.items():
-            # A reward is a small difference of log-probabilities of up to 30 nats.
-            near = 1e-5 if name.startswith("rewards/") else 1e-9
-            assert found[name] == pytest.approx(value, rel=1e-5, abs=near), name
+            # A reward is a small difference of log-probabilities of up to 30 nats; later updates have the rounding of
+            # all before them.
+            near = 2e-5 if name.startswith("rewards/") else 1e-9
+            assert found[name] == pytest.approx(value, rel=2e-5, abs=near), name

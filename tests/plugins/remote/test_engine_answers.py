@@ -82,6 +82,7 @@ def completions(service: services.Service, opened: dict[str, Any]) -> Completion
         engine = opened[kind]
         asked = SimpleNamespace(
             options=SimpleNamespace(engine=kind),
+            stations=[SimpleNamespace(engine=engine)],
             inputs=SimpleNamespace(definition=SimpleNamespace(vocab_size=128)),
             _anywhere=lambda policy, ask: ask(engine, "policy"),
             _has_stop_string=lambda ids: 42 in ids,
