@@ -272,7 +272,7 @@ class Policy:
         # An update overwrites the policy, so that the reference is a copy.
         self.reference = self.state.params if planned() else jax.tree.map(jnp.copy, self.state.params)
         logps = partial(trained_logps, model.definition, temperature=1.0, entropy=True)
-        read = partial(read_values, logps, self.names)
+        read = partial(read_values, logps, None, self.names)
         self.reader = TreeReader(read, self.layout, bench.mesh, per="token")
         self.sampler = make_sampler(bench, model, config.sampling, sizes.prompts)
         self.tokens = sizes.prompts * (sizes.prompt + sizes.group * sizes.completion)
