@@ -1,6 +1,7 @@
 """Samplers that lie: the run refuses them, or a check of `rlhf audit` names them after three rollouts."""
 
-import jax
+from contextlib import nullcontext
+
 import pytest
 from rlhf_audit import audit
 from rlhf_grpo import GRPOConfig
@@ -8,7 +9,6 @@ from rlhf_grpo import GRPOConfig
 from rlhf_core import SAMPLER, hookimpl
 from rlhf_core.errors import RunError
 from rlhf_core.testing import LIES, lying_sampler
-from tests.shared.sampled_values import write_values
 
 CONFIG = GRPOConfig(
     total_batch_size=128,
@@ -28,44 +28,36 @@ def early(completions):
 
 
 class Watched:
-    """A sampler that lies, or not, and the policies that it was given."""
+    """A sampler that lies, or not."""
 
     def __init__(self, lie):
-        self.lie, self.policies = lie, []
+        self.lie = lie
 
     @hookimpl
     def rlhf_register(self, registry):
         def make(inputs):
             honest = registry.get(SAMPLER, "jax")
-            sampler = honest(inputs) if self.lie is None else lying_sampler(self.lie, honest)(inputs)
-
-            def sample(params, prompts, key, ids=None):
-                self.policies.append(jax.device_get(params))
-                return sampler(params, prompts, key, ids)
-
-            return sample
+            return honest(inputs) if self.lie is None else lying_sampler(self.lie, honest)(inputs)
 
         registry.add(SAMPLER, "watched", make)
 
 
 def run(tiny, place, lie, **changes):
-    """Run three updates and return the checks by name."""
-    watched, model = Watched(lie), tiny.make_model(scale=4.0)
+    """Run three updates."""
+    model = tiny.make_model(scale=4.0)
     tiny.run(
         "grpo",
         CONFIG.replace(**changes),
         place,
-        listeners=[watched],
+        listeners=[Watched(lie)],
         model=model,
         rewards=[early],
         train_dataset=tiny.prompts(48),
     )
-    if not (place / "values").exists():
-        start = tiny.make_model(scale=4.0)
-        write_values(place, [start.with_params(params) for params in watched.policies])
-    return {check.name: check for check in next(iter(audit(place).values()))}
 
 
+ENDED = {"greedy", "top_k", "two_late"}
+"""Lies that the sampling test of the run itself ends within three rollouts."""
 NAMED = {
     "greedy": "sampling test",
     # Its gap is 0.06 nats per token here: the evidence of 2,900 tokens does not suffice, see `tokens_needed`.
@@ -82,7 +74,10 @@ NAMED = {
 @pytest.mark.long
 @pytest.mark.parametrize("lie", [None, *NAMED])
 def test_a_lie_is_named(lie, tiny, tmp_path):
-    found = run(tiny, tmp_path / "run", lie)
+    ends = pytest.raises(RunError, match="not drawn from the policy") if lie in ENDED else nullcontext()
+    with ends:
+        run(tiny, tmp_path / "run", lie)
+    found = {check.name: check for check in next(iter(audit(tmp_path / "run").values()))}
     failed = {name: check for name, check in found.items() if check.verdict == "FAIL"}
     if lie is None:
         assert not failed
