@@ -141,6 +141,11 @@ def test_what_is_logged_is_in_the_table_and_the_other_way_round(
 ) -> None:
     _, watch = short.train(trainer, **everything(trainer, short))
     logged = {name for row in watch.rows for name in row} - {"step"}
+    if trainer == "grpo":  # with dynamic_sampling, what is sampled is not tested
+        tested = {**everything(trainer, short), "at": "tested"}
+        del tested["dynamic_sampling"]
+        _, watch = short.train(trainer, **tested)
+        logged |= {name for row in watch.rows for name in row if name.startswith("sampling/surprisal")}
     device = SimpleNamespace(memory_stats=lambda: {"peak_bytes_in_use": 1})
     monkeypatch.setattr(machine, "jax", SimpleNamespace(local_devices=lambda: [device]))
     logged |= set(machine.peak_memory())
