@@ -63,11 +63,14 @@ from rlhf_core.stage import Stage
 from rlhf_core.stage.execute import execute, specified
 from rlhf_core.state import TrainState, create_state
 from rlhf_core.step import Objective, Programs
+from rlhf_core.surprisal import MOMENTS
 from rlhf_core.tokenizer import load_tokenizer
 from rlhf_core.training import OnDevices, Reference
 from rlhf_core.training.choose_attention import choose_attention
 
 Row = dict[str, Any]
+VALUES = {"W1": ("loss",), "W2": MOMENTS}
+"""The values of objectives that the trainers' actions ask of every update: losses of rows, and the sampling test."""
 
 
 class NoRows:
@@ -96,14 +99,16 @@ def run_updates(task: works.Task) -> Row:
     with tempfile.TemporaryDirectory(prefix="speed-") as directory:
         make = reward_update if task.work == "W1" else policy_update
         objective, updates, state = make(task, Path(directory))
-        return timed_updates(objective, updates, state, works.WARM_UP + task.steps)
+        return timed_updates(objective, updates, state, works.WARM_UP + task.steps, VALUES[task.work])
 
 
-def timed_updates(objective: Objective, updates: UpdateSource, state: TrainState, count: int) -> Row:
+def timed_updates(
+    objective: Objective, updates: UpdateSource, state: TrainState, count: int, values: tuple[str, ...]
+) -> Row:
     """One update to start with, while what `fit` compiles is compiled, and then `count`, the last ones timed."""
     mesh, programs = (
         state.step.sharding.mesh,
-        Programs(objective, state, from_zero=uses_several_batches(updates, state)),
+        Programs(objective, state, from_zero=uses_several_batches(updates, state), values=values),
     )
     programs.compile(state, expected_calls(updates, 0, 1, state))
     guard, over, first_at = None, [], 0.0
@@ -209,7 +214,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
     )
     updates = RolloutUpdates(context, collector, layout, steps, reference=reference)
     tx, _ = optimizers.make_optimizer(config, stage.registry, updates.total)
-    objective = partial(grpo_objective, model.definition, loss, terms, temperature=1.0)
+    objective = partial(grpo_objective, model.definition, loss, terms, temperature=1.0, moments=True)
     return objective, updates, create_state(model, tx, seed=stage.seed)
 
 

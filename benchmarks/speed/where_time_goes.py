@@ -1,10 +1,10 @@
-"""Find where the time of W1's or W2's update goes, by the function that each operation was written in.
+"""Show where the time of an update of W1 or W2 goes, function by function.
 
     python benchmarks/speed/where_time_goes.py --work W1 [--model 50m] [--steps 10]
 
-XLA traces updates while they run. An operation counts for the innermost function of the suite that its metadata
-names, a fusion for that of its result. It takes the time from its start to its end, whichever threads it has;
-operations may overlap. What a loop takes is what its operations take.
+XLA traces updates while they run. An operation belongs to the innermost function that its metadata names, a fusion to
+that of its result. Its time runs from its start to its end, however many threads it uses, and operations may overlap.
+A loop's time is that of the operations in it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def measure(task: works.Task) -> None:
         directory = Path(name)
         make = ours_steps.reward_update if task.work == "W1" else ours_steps.policy_update
         objective, updates, state = make(task, directory)
-        programs = Programs(objective, state)
+        programs = Programs(objective, state, values=ours_steps.VALUES[task.work])
         batch = put_rows(state.step.sharding.mesh, updates.update(0, state).batches[0])
         texts = [programs.lower(state, batch, False).compile().as_text()]
         texts.append(programs.lower_apply(state).compile().as_text())
@@ -163,11 +163,11 @@ def _line(name: str, both: list[Spent], whole: float, steps: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Find where the time of an update goes.")
+    parser = argparse.ArgumentParser(description="Show where the time of an update goes.")
     works.add_arguments(parser)
     task = works.task_of(parser.parse_args())
     if task.work not in ("W1", "W2"):
-        raise SystemExit(f"{task.work} is not an update: WORK=W1 or WORK=W2")
+        raise SystemExit(f"PROFILE=1 profiles an update, which {task.work} is not: give WORK=W1 or WORK=W2")
     measure(task)
 
 

@@ -452,20 +452,19 @@ class Rollout:
         }
         return {"columns": columns} if columns else {}
 
+    def digest(self) -> str:
+        """Return the SHA-256 of the completions, in hexadecimal: of the bytes of the arrays of SAMPLED, one after the
+        other.
+        """
+        whole = hashlib.sha256()
+        for name, dtype in SAMPLED.items():
+            whole.update(np.ascontiguousarray(getattr(self.samples, name), dtype).tobytes())
+        return whole.hexdigest()
+
     def _scores(self, i: int, rewards: Sequence[Reward]) -> dict[str, Any]:
         """Describe how completion i was scored, for `rows`."""
         each = {reward.label: _number(self.rewards[i, f]) for f, reward in enumerate(rewards)}
         return {"reward": _number(self.total[i]), "rewards": each} if rewards else {}
-
-
-def digest(samples: Rollouts) -> str:
-    """Return the SHA-256 of a rollout's completions, in hexadecimal: of the bytes of the arrays of SAMPLED, one after
-    the other.
-    """
-    whole = hashlib.sha256()
-    for name, dtype in SAMPLED.items():
-        whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
-    return whole.hexdigest()
 
 
 def _joined_inputs(parts: Sequence[RewardInputs]) -> RewardInputs:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_core.fit import Action
-from rlhf_core.rollouts.rollout import Rollout, digest
+from rlhf_core.rollouts.rollout import Rollout
 from rlhf_core.rollouts.sampling_plan import SamplingTestOptions, not_applicable
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
 from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FOLDER = "values"
 LIMIT = math.log(1e9)
 """The log of the evidence that ends a run: an honest sampler reaches it with a probability of at most 1e-9."""
+KEPT = 3
+"""How many of MOMENTS are written per token: log-probability, entropy and variance."""
 COLUMNS = 5 + len(LAMBDAS)
 """Of `sums`: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS."""
 
@@ -91,10 +93,11 @@ class SamplingTest:
 
     @property
     def actions(self) -> list[Action]:
-        """What takes the moments from updates, where these compute them."""
+        """What takes the moments from updates, where these compute them; without a test, those alone that are kept."""
         if self.options.read_by == "rollout":
             return []
-        return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
+        names = MOMENTS if self.applies else MOMENTS[:KEPT]
+        return [Action(1, self._take, "watch", values=dict.fromkeys(names, "token"), name="sampling test")]
 
     def begin(self, rollout: Rollout, awaited: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Begin with a rollout; return its sampled tokens, bool [N, C].
@@ -108,8 +111,8 @@ class SamplingTest:
 
     def add(self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
         """Take the moments of these tokens, bool [N, C]: {name: an array for each sequence}, in their order."""
-        for name in MOMENTS:
-            self._found[name][tokens] = np.concatenate([np.zeros(0, np.float32), *moments[name]])
+        for name, values in moments.items():
+            self._found[name][tokens] = np.concatenate([np.zeros(0, np.float32), *values])
 
     def finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
@@ -197,7 +200,7 @@ class SamplingTest:
             "entropies": self._found["surprisal/entropies"][journalled],
             "variances": self._found["surprisal/variances"][journalled],
             "sums": sums,
-            "rollout": np.array(digest(rollout.samples)),
+            "rollout": np.array(rollout.digest()),
         }
         content = io.BytesIO()
         np.savez(content, **arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from threading import Lock
 from typing import NamedTuple
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -26,6 +27,8 @@ class Compiled(NamedTuple):
 
 
 _so_far = Compiled()
+_counting = Lock()
+"""Programs are compiled in several threads."""
 
 
 def compiled_so_far() -> Compiled:
@@ -40,12 +43,16 @@ def _listen() -> None:
 
     def on_duration(event: str, duration_secs: float, **_: object) -> None:
         global _so_far
-        if event == COMPILED:
+        if event != COMPILED:
+            return
+        with _counting:
             _so_far = _so_far._replace(programs=_so_far.programs + 1, seconds=_so_far.seconds + duration_secs)
 
     def on_event(event: str, **_: object) -> None:
         global _so_far
-        if event == HIT:
+        if event != HIT:
+            return
+        with _counting:
             _so_far = _so_far._replace(cached=_so_far.cached + 1)
 
     jax.monitoring.register_event_duration_secs_listener(on_duration)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,21 +51,5 @@ def write_values(stage: Path, models: Sequence[Any]) -> None:
             folder / f"{number:06d}.npz",
             **dict(zip(names, table[:, :3].T.astype(np.float32), strict=True)),
             sums=np.array([sums]),
-            rollout=np.array(digest(samples)),
+            rollout=np.array(rollout.digest()),
         )
-
-
-def digest(samples: Any) -> str:
-    """The hash by which values name their rollout."""
-    whole = hashlib.sha256()
-    arrays = {
-        "tokens": "<i4",
-        "lengths": "<i4",
-        "logps": "<f4",
-        "finished": "?",
-        "mask": "?",
-        "version": "<i4",
-    }
-    for name, dtype in arrays.items():
-        whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
-    return whole.hexdigest()

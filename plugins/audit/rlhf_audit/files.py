@@ -72,7 +72,7 @@ def _order_problem(subject: Subject) -> tuple[str, str]:
     reserved: set[int] = set()
     for entry in subject.rollouts():
         number, where = entry.rollout.number, str(subject.journal_file(entry.rollout.number))
-        found = digest(entry.rollout.samples)
+        found = entry.rollout.digest()
         if found in seen:
             return f"rollout {number} has the completions of rollout {seen[found]}", where
         seen[found] = number
@@ -97,22 +97,6 @@ def _end_problem(subject: Subject, last: int) -> tuple[str, str]:
     if last + 1 < needed:
         return f"{subject.updates} updates need {needed} rollouts", str(subject.journal_file(last + 1))
     return "", ""
-
-
-def digest(samples: Any) -> str:
-    """Return the SHA-256 of a rollout's completions, as values/NNNNNN.npz names the rollout that they are of."""
-    arrays = {
-        "tokens": "<i4",
-        "lengths": "<i4",
-        "logps": "<f4",
-        "finished": "?",
-        "mask": "?",
-        "version": "<i4",
-    }
-    whole = hashlib.sha256()
-    for name, dtype in arrays.items():
-        whole.update(np.ascontiguousarray(getattr(samples, name), dtype).tobytes())
-    return whole.hexdigest()
 
 
 def rows(subject: Subject) -> Check:

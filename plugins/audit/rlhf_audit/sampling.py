@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_audit.check import FAIL, PASS, Check, skipped, verdict_of
-from rlhf_audit.files import digest
 from rlhf_audit.subject import Entry, Subject
 from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import Damaged
@@ -68,7 +67,7 @@ def _value_problem(subject: Subject, entry: Entry) -> str:
         # A rollout that no update has had has no values yet.
         begun = (subject.updates_per_rollout or 1) * entry.rollout.number
         return "it is missing" if begun < subject.updates else ""
-    if str(found["rollout"]) != digest(samples):
+    if str(found["rollout"]) != entry.rollout.digest():
         return "they are of another rollout than the journal has"
     if len(found["trainer_logps"]) != int(samples.mask.sum()):
         return f"{len(found['trainer_logps'])} values for {int(samples.mask.sum())} tokens"
