@@ -10,7 +10,7 @@ from rlhf_grpo import GRPOConfig
 
 from rlhf_core import SAMPLER, hookimpl
 from rlhf_core.errors import RunError
-from rlhf_core.rollouts.rollout import Rollout, digest
+from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import open_run
 from rlhf_core.sampling import make_sampler
 from tests.shared.short_runs import Watch
@@ -173,12 +173,12 @@ def test_the_engine_that_lies_is_named(train, tmp_path):
     del arrays["samples_engine"]
     old = Rollout.from_arrays(arrays, number=0, rounds=1, metrics={})
     assert old.samples.engine.tolist() == [0] * 32
-    assert digest(old.samples) == digest(rollout.samples)
+    assert old.digest() == rollout.digest()
     (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert row["sampling/surprisal_evidence/e0"] < 0 < 9 < row["sampling/surprisal_evidence/e1"]
     (found,) = values(tmp_path / "run")
     assert found["sums"][:, 0].tolist() == [0, 1]
-    assert found["rollout"].item() == digest(rollout.samples)
+    assert found["rollout"].item() == rollout.digest()
 
 
 FAILS = {"calls": 0}

@@ -361,6 +361,8 @@ async def _serve(app: Any, listener: Any, directories: Sequence[Path]) -> None:
     if not serving.done():
         where = f"[{host}]" if ":" in host else host
         echo(f"watching {', '.join(map(str, directories))} on http://{where}:{port}", err=True)
+        for missing in [each for each in directories if not each.exists()]:
+            echo(f"{missing} does not exist yet; its runs are shown once it does", err=True)
     await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
     await close(web, serving)
     if not stopping.is_set():

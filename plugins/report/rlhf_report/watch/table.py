@@ -62,13 +62,15 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
     updates = "" if run["updates"] is None else f" of {run['updates']:,}"
     left = "" if run["seconds_left"] is None else charts.clock(run["seconds_left"])
     values = [
-        f"{name} {charts.quantity(value, name)}" for name, value in list(run["metrics"].items())[:METRICS]
+        f"{name}\u00a0{charts.quantity(value, name)}"
+        for name, value in list(run["metrics"].items())[:METRICS]
     ]
     said = run["error"] or (run["warnings"][-1] if run["warnings"] else "")
     last = Text("  ".join(map(shown, values)))
     if said:
         last.append(f"\n{shown(said)}", style="red" if run["error"] else "yellow")
-    changed = datetime.fromtimestamp(run["changed"]).astimezone().strftime("%d %b %H:%M:%S")
+    changed = datetime.fromtimestamp(run["changed"]).astimezone()
+    is_today = changed.date() == datetime.now().astimezone().date()
     return [
         Text(shown(run["name"])),
         Text(run["state"], style=STYLES[run["state"]]),
@@ -77,11 +79,11 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
         Text(left),
         Text(spark(run["spark"])),
         last,
-        Text(changed),
+        Text(changed.strftime("%H:%M:%S" if is_today else "%d %b")),
     ]
 
 
-def spark(found: Mapping[str, Any] | None, width: int = 16) -> str:
+def spark(found: Mapping[str, Any] | None, width: int = 10) -> str:
     """Draw a sparkline of at most `width` characters; empty where there are no values."""
     if found is None or not found["values"]:
         return ""
