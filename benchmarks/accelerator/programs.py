@@ -129,7 +129,7 @@ class Training:
 
     def described(self) -> StagePrograms:
         batches = loads([self.batches], self.shapes)
-        programs = training_programs(self.objective, self.state, batches, known=self.known)
+        programs = training_programs(self.programs(), self.objective, self.state, batches)
         weights = token_weights(self.model.definition)
         return StagePrograms(tuple(programs), resident(self.state), weights)
 

@@ -120,6 +120,17 @@ class Build:
         state = create_state(models, txs, seed=stage.seed, frozen=frozen, offload=waits)
         return state, next(iter(made.values()))[1]
 
+    def programs(self, state: TrainState, config: TrainerConfig, *, from_zero: bool) -> Programs:
+        """Make the programs of an update, which return what the actions read; `from_zero` is explained there."""
+        return Programs(
+            self.objective,
+            state,
+            from_zero=from_zero,
+            by_layer=config.log_grad_norms,
+            adjust=self.adjust,
+            values=sorted({name for action in self.actions for name in action.values}),
+        )
+
 
 def fit(stage: Stage, config: TrainerConfig, build: Build) -> TrainState:
     """Run `build.updates.total` updates, continuing from the stage's newest whole checkpoint; save the outputs.
@@ -262,14 +273,7 @@ class _Run:
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
         stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
         several = uses_several_batches(updates, state)
-        steps = Programs(
-            self.build.objective,
-            state,
-            from_zero=several,
-            by_layer=config.log_grad_norms,
-            adjust=self.build.adjust,
-            values=sorted({name for action in self.reads for name in action.values}),
-        )
+        steps = self.build.programs(state, config, from_zero=several)
         if start < updates.total:
             self.stage.say(f"compiling, for update {start + 1} of {updates.total}")
             steps.compile(state, expected_calls(updates, start, 1, state))

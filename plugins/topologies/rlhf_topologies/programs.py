@@ -21,7 +21,6 @@ from rlhf_core.pipeline.forecast import call_trainer, each_stage
 from rlhf_core.rollouts import RolloutUpdates
 from rlhf_core.rollouts.rollout_rows import full_groups
 from rlhf_core.scoring import scoring_layout, scoring_reader
-from rlhf_core.step import Programs
 from rlhf_core.training.memory import device_bytes, host_bytes
 from rlhf_core.training.starting_model import definition_of
 from rlhf_topologies.description import PARAMETERS, Program, StagePrograms
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from rlhf_core.plugins import Host
     from rlhf_core.stage.spec import StageSpec
     from rlhf_core.state import TrainState
-    from rlhf_core.step import Objective
+    from rlhf_core.step import Objective, Programs
     from rlhf_core.training import Build, Context, OnShapes
 
 NOT_HERE = "not compiled: its model or tokenizer is not on this machine yet"
@@ -95,11 +94,9 @@ def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) ->
         updates = made.updates
         first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
         batches = loads(first, updates.shapes())
-        return StagePrograms(
-            tuple(_from_host(training_programs(made.objective, state, batches), away)),
-            held,
-            weights,
-        )
+        trains = made.programs(state, config, from_zero=several_micro_batches(batches))
+        described = training_programs(trains, made.objective, state, batches)
+        return StagePrograms(tuple(_from_host(described, away)), held, weights)
     options = sampled.collector.options
     sizes, group, length = sampled.collector.tree_sizes()
     per_update = (
@@ -107,11 +104,13 @@ def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) ->
     )
     longest = full_groups(sizes[: max(per_update, 1)], group=group, length=length)
     batches = loads([pack(longest, sampled.layout)], sampled.shapes())
-    programs = training_programs(made.objective, state, batches, known=False)
+    # Updates are not known before the training: the first micro-batch is not added to zeros.
+    trains = made.programs(state, config, from_zero=False)
+    programs = training_programs(trains, made.objective, state, batches)
     if made.updates is not sampled:
         given: Any = getattr(made.updates, "given", None)
         first = (given.update(step).batches for step in range(min(FIRST_UPDATES, given.total)))
-        extra = training_programs(made.objective, state, loads(first, given.shapes()), known=False)
+        extra = training_programs(trains, made.objective, state, loads(first, given.shapes()))
         programs += [replace(each, name=f"{each.name}, given") for each in extra if each.work == "train"]
     more, notes = _rollout_programs(sampled, state, held, context)
     brought = _from_host(programs + more, away, 1 / sampled.collector.options.updates_per_rollout)
@@ -234,20 +233,16 @@ def loads(updates: Iterable[Sequence[Packed]], shapes: Sequence[Packed]) -> list
     ]
 
 
-def training_programs(
-    objective: Objective,
-    state: TrainState,
-    batches: Sequence[ProgramCalls],
-    *,
-    known: bool = True,
-) -> list[Program]:
-    """Describe `accumulate` for each shape of micro-batches, `apply`, and `count` where there are several losses.
+def several_micro_batches(batches: Sequence[ProgramCalls]) -> bool:
+    """Return whether updates have more than one micro-batch."""
+    return sum(load.calls for load in batches) > 1
 
-    known: whether updates are known before training, so that
-    an update of several micro-batches begins from zeros.
-    """
-    several = sum(load.calls for load in batches) > 1
-    programs = Programs(objective, state, from_zero=several and known)
+
+def training_programs(
+    programs: Programs, objective: Objective, state: TrainState, batches: Sequence[ProgramCalls]
+) -> list[Program]:
+    """Describe `accumulate` for each shape of micro-batches, `apply`, and `count` where there are several losses."""
+    several = several_micro_batches(batches)
     described = [
         Program(
             f"accumulate {load.shape}",
