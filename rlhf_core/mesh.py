@@ -105,9 +105,8 @@ def planned_mesh(
 
 def _sizes(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
     """Compute the size of every axis over `count` devices. Raises InputError if they do not fit."""
-    each = [
-        f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True) if size != 1 or axis not in OPTIONAL
-    ]
+    named = zip(AXES, sizes, strict=True)
+    each = [f"{axis}={size}" for axis, size in named if size != 1 or axis not in OPTIONAL]
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise InputError(f"mesh: sizes are positive, one may be -1; got {', '.join(each)}")
     known = math.prod(s for s in sizes if s != -1)
@@ -115,16 +114,24 @@ def _sizes(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
         raise InputError(
             f"mesh: {' × '.join(each)} does not fit {counted(count, 'devices')}; set one of them to -1"
         )
+    left = _remaining(count, sizes)
+    return tuple(left if s == -1 else s for s in sizes)
+
+
+def _remaining(count: int, sizes: Sequence[int]) -> int:
+    """Compute the devices that an axis of size -1 gets. Raises InputError for the first size that does not divide."""
     left = count
     for axis, size in zip(reversed(AXES), reversed(sizes), strict=True):
-        if size != -1 and left % size:
+        if size == -1:
+            continue
+        if left % size:
             fits = max(d for d in range(1, size) if left % d == 0)
             raise InputError(
                 f"mesh.{axis}: {size} does not fit {counted(count, 'devices')}: it must divide {left}; "
                 f"set mesh.{axis} = {fits}"
             )
-        left //= 1 if size == -1 else size
-    return tuple(left if s == -1 else s for s in sizes)
+        left //= size
+    return left
 
 
 def param_shardings(mesh: AnyMesh, axes: Any, abstract: Any) -> Any:

@@ -18,7 +18,7 @@ from rlhf_core import artifacts
 from rlhf_core.data.columns import kwargs_of, tools_of
 from rlhf_core.data.report import Report
 from rlhf_core.data.table import CHUNK
-from rlhf_core.data.whole_sequences import whole_parts
+from rlhf_core.data.whole_sequences import Whole, whole_parts
 from rlhf_core.errors import InputError, NonFiniteError, RunError, warn
 from rlhf_core.mesh import make_mesh, row_multiple
 from rlhf_core.models import NO_REWARD_HEAD, Definition, Model, load_model, local_directory, stored_head
@@ -389,17 +389,7 @@ class Scorer:
         report = Report("rows", None)
         for whole in whole_parts(records, encoder, skip=skip, report=report):
             # No length limit here: `score_ids` truncates long sequences, which training may have dropped.
-            scores: list[np.ndarray | None] = [None] * len(whole.sequences)
-            for size in dict.fromkeys(len(row) for row in whole.sequences if row is not None):
-                which = [i for i, row in enumerate(whole.sequences) if row is not None and len(row) == size]
-                sequences = [ids for i in which for ids in whole.sequences[i] or ()]
-                try:
-                    values = self.score_ids(sequences, group=size).reshape(-1, size)
-                except NonFiniteError as error:
-                    place = whole.places[which[error.sequence // size]]
-                    raise RunError(f"{place}: {error}") from error
-                for i, row in zip(which, values, strict=True):
-                    scores[i] = row
+            scores = self._scores_of(whole)
             unread = [
                 place
                 for place, row in zip(whole.places, scores, strict=True)
@@ -408,6 +398,22 @@ class Scorer:
             yield ScoredPart(_by_side(scores, whole.sides, whole.chosen), unread)
         if not report.all_as_given:
             warn(f"{records.name}: {'; '.join(report.lines()[1:])}")
+
+    def _scores_of(self, part: Whole) -> list[np.ndarray | None]:
+        """Score the sequences of each row; rows with as many are scored together. None: a row that has none."""
+        scores: list[np.ndarray | None] = [None] * len(part.sequences)
+        rows = {i: row for i, row in enumerate(part.sequences) if row is not None}
+        for size in dict.fromkeys(map(len, rows.values())):
+            which = [i for i, row in rows.items() if len(row) == size]
+            sequences = [ids for i in which for ids in rows[i]]
+            try:
+                values = self.score_ids(sequences, group=size).reshape(-1, size)
+            except NonFiniteError as error:
+                place = part.places[which[error.sequence // size]]
+                raise RunError(f"{place}: {error}") from error
+            for i, row in zip(which, values, strict=True):
+                scores[i] = row
+        return scores
 
     def score_completions(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -149,21 +149,18 @@ def _place_in_table(
     given = _table(fields[field]) if is_given else None
     start = given if is_given else _table(default)
     if start is None and table_in(cls.model_fields[field].annotation) is None:
-        return [
-            Problem(each.name, f"needs {field}, one dataset by name or in a table")
-            for each in entries
-            if each.value is not None
-        ]
+        set_names = [each.name for each in entries if each.value is not None]
+        return [Problem(name, f"needs {field}, one dataset by name or in a table") for name in set_names]
     if start is None and is_given:
         return []  # neither a table nor a name, as validation says
     table = dict(start or {})
-    names = [each.value for each in entries if each.key == "name" and each.value is not None]
-    if names and not is_given and names[0] != table.get("name"):
+    if not is_given and _names_another(entries, table):
         table = {}  # the default's options do not apply to another component
     problems = []
+    none_is_unset = default is None or isinstance(default, Component)
     for each in entries:
-        if each.value is None and (default is None or isinstance(default, Component)):
-            continue  # an option that is none counts as not given
+        if each.value is None and none_is_unset:
+            continue
         if given is not None and each.key in given:
             problems.append(
                 Problem(each.name, f"the same as {field}.{each.key}, which is also given; remove one")
@@ -173,6 +170,12 @@ def _place_in_table(
     if table or is_given:
         fields[field] = table
     return problems
+
+
+def _names_another(entries: list[Typed], table: Mapping[str, Any]) -> bool:
+    """Return whether the entries name another component than the table does."""
+    names = [each.value for each in entries if each.key == "name" and each.value is not None]
+    return bool(names) and names[0] != table.get("name")
 
 
 def _place_in_list(
@@ -188,19 +191,18 @@ def _place_in_list(
     problems = []
     for each in sorted(entries, key=lambda entry: "." in entry.key):
         name, _, option = each.key.partition(".")
-        own = next((table for table in given if table.get("name") == name), None)
-        found = next(
-            (table for table in tables if isinstance(table, dict) and table.get("name") == name), None
-        )
-        if not option and not isinstance(each.value, bool):
+        own = _named(given, name)
+        if option:
+            if own is not None and option in own:
+                problems.append(Problem(each.name, f"the same as {option} of {field} {name}; remove one"))
+        elif not isinstance(each.value, bool):
             problems.append(Problem(each.name, f"expected true or false, got {format_value(each.value)}"))
             continue
-        if not option and not each.value:
+        elif not each.value:
             continue
-        if own is not None and not option:
+        elif own is not None:
             problems.append(Problem(each.name, f"{field} also names {name}; remove one"))
-        elif own is not None and option in own:
-            problems.append(Problem(each.name, f"the same as {option} of {field} {name}; remove one"))
+        found = _named(tables, name)
         if found is None:
             found = {"name": name}
             tables.append(found)
@@ -208,6 +210,11 @@ def _place_in_list(
             found[option] = each.value
         fields[field] = tables
     return problems
+
+
+def _named(tables: Iterable[Any], name: str) -> dict[str, Any] | None:
+    """Return the first of the tables that has this name."""
+    return next((table for table in tables if isinstance(table, dict) and table.get("name") == name), None)
 
 
 def _drop_unused(fields: dict[str, Any], cls: type[Options]) -> list[Problem]:

@@ -16,6 +16,7 @@ from rlhf_core.config.toml import to_value
 from rlhf_core.data.table import (
     CONVERSATIONS,
     ROLES,
+    ColumnKind,
     Table,
     View,
     has_sharegpt_keys,
@@ -123,17 +124,12 @@ def _holds(value: Any, of: Callable[[Mapping[str, Any]], bool]) -> bool:
 
 def propose_columns(table: Table, *formats: tuple[str, ...]) -> dict[str, str | list[str]]:
     """Return the `columns` that make a table the first of these formats that fits; {} if none does."""
-    have = table.columns
     for wanted in formats:
         mapping: dict[str, str | list[str]] = {}
-        for ours in wanted:
-            free = [name for name in have if name not in mapping.values() and name not in COLUMNS]
-            names = [name for name in SYNONYMS[ours] if name in free]
-            names += [name for name in free if WORDS.get(ours, frozenset()) & _words(name)]
-            if ours == "messages":
-                names = [name for name in free if _holds(table.rows[0].get(name), _is_message)]
-            if ours in have:
-                continue
+        missing = [ours for ours in wanted if ours not in table.columns]
+        for ours in missing:
+            free = [name for name in table.columns if name not in mapping.values() and name not in COLUMNS]
+            names = _names_like(ours, free, table)
             if not names:
                 break
             joined = names[0] == "instruction" and "input" in free
@@ -141,6 +137,14 @@ def propose_columns(table: Table, *formats: tuple[str, ...]) -> dict[str, str | 
         else:
             return mapping
     return {}
+
+
+def _names_like(ours: str, free: Sequence[str], table: Table) -> list[str]:
+    """List the free columns that may be one of ours, the likeliest first."""
+    if ours == "messages":
+        return [name for name in free if _holds(table.rows[0].get(name), _is_message)]
+    marks = WORDS.get(ours, frozenset())
+    return [name for name in SYNONYMS[ours] if name in free] + [name for name in free if marks & _words(name)]
 
 
 def _is_message(item: Mapping[str, Any]) -> bool:
@@ -157,24 +161,44 @@ def rename_columns(table: Table, columns: Any) -> Table:
     Texts of several columns, given as a list, become one, with an empty line between those that are not empty.
     Raises InputError for a missing column, and where two columns would share a name.
     """
+    listed = _listed(table, columns)
+    problems = _naming_problems(table, listed)
+    if problems:
+        raise InputError(*problems)
+    names = {theirs[0]: ours for ours, theirs in listed.items()}
+    gone = {name for theirs in listed.values() for name in theirs[1:]}
+    how = "\0".join(["columns", *(f"{k}={v}" for k, v in sorted(columns.items()))])
+    kinds = {names.get(name, name): kind for name, kind in table.kinds.items() if name not in gone}
+    renamed = {ours: " + ".join(theirs) for ours, theirs in listed.items() if theirs != [ours]}
+    return replace(table.changed(partial(_rename_row, listed), how, kinds), renamed=renamed)
+
+
+def _listed(table: Table, columns: Any) -> dict[str, list[str]]:
+    """Return {our name: the names in the data} of `columns`. Raises InputError where it is no such table."""
+    table_of_names = columns if isinstance(columns, Mapping) else {}
     listed = {
-        ours: [theirs] if isinstance(theirs, str) else theirs
-        for ours, theirs in (columns.items() if isinstance(columns, Mapping) else ())
+        ours: [theirs] if isinstance(theirs, str) else theirs for ours, theirs in table_of_names.items()
     }
-    if not listed or not all(
-        isinstance(names, list) and names and all(isinstance(name, str) for name in names)
-        for names in listed.values()
-    ):
+    if not listed or not all(map(_is_names, listed.values())):
         raise InputError(
             f'columns of {table.name} is {columns!r}: give a table such as {{ prompt = "question" }}'
         )
+    return listed
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(name, str) for name in value)
+
+
+def _naming_problems(table: Table, listed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Describe columns that are not there, that two columns would share, and that nothing reads."""
     have = table.columns
-    used = [name for names in listed.values() for name in names]
+    pairs = [(ours, theirs) for ours, names in listed.items() for theirs in names]
+    used = [theirs for _, theirs in pairs]
     problems = [
         f"{table.name} has no column '{theirs}', which columns.{ours} names; it has {', '.join(have)}."
         f"{suggest(theirs, have)}"
-        for ours, names in listed.items()
-        for theirs in names
+        for ours, theirs in pairs
         if theirs not in have
     ]
     taken = [ours for ours in listed if ours in have and ours not in used]
@@ -185,19 +209,13 @@ def rename_columns(table: Table, columns: Any) -> Table:
     ]
     if len(set(used)) < len(used):
         problems.append(f"columns of {table.name} names one column twice")
-    for ours in listed:
-        if ours not in COLUMNS and (close := difflib.get_close_matches(ours, COLUMNS, n=1, cutoff=0.8)):
+    for ours in [name for name in listed if name not in COLUMNS]:
+        close = difflib.get_close_matches(ours, COLUMNS, n=1, cutoff=0.8)
+        if close:
             problems.append(
                 f"columns.{ours} of {table.name}: nothing reads '{ours}'. Did you mean '{close[0]}'?"
             )
-    if problems:
-        raise InputError(*problems)
-    names = {theirs[0]: ours for ours, theirs in listed.items()}
-    gone = {name for theirs in listed.values() for name in theirs[1:]}
-    how = "\0".join(["columns", *(f"{k}={v}" for k, v in sorted(columns.items()))])
-    kinds = {names.get(name, name): kind for name, kind in table.kinds.items() if name not in gone}
-    renamed = {ours: " + ".join(theirs) for ours, theirs in listed.items() if theirs != [ours]}
-    return replace(table.changed(partial(_rename_row, listed), how, kinds), renamed=renamed)
+    return problems
 
 
 def _rename_row(listed: Mapping[str, Sequence[str]], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,19 +266,9 @@ def normalise_conversations(table: Table) -> Table:
         names["conversations"] = "messages"
         remarks.append("reading column 'conversations' as 'messages'")
     for name, kind in chats.items():
-        said = names.get(name, name)
-        if kind.python_texts:
-            raise InputError(
-                f"{_first_place(table, name, is_python_literal)}: '{name}' is a conversation in Python's notation, "
-                "with single quotes: write it with json.dumps"
-            )
-        if 0 < kind.json_texts * 2 < kind.texts:
-            place = _first_place(table, name, lambda text: parse_conversation(text) is not None)
-            raise InputError(
-                f"{place}: '{name}' is the JSON of a conversation, and most others are plain text: use "
-                "conversations in all rows, or in none"
-            )
+        _require_conversations(table, name, kind)
         if kind.json_texts:
+            said = names.get(name, name)
             remarks.append(f"column '{said}' holds conversations as JSON, which are read")
     if any(kind.sharegpt for kind in chats.values()):
         roles = " and ".join(f"'{theirs}' as '{ours}'" for theirs, ours in ROLES.items())
@@ -272,11 +280,7 @@ def normalise_conversations(table: Table) -> Table:
     if not remarks:
         return table
     converted = {
-        names.get(name, name): replace(
-            kind, texts=kind.texts - kind.json_texts, lists=kind.lists + kind.json_texts, text_first=False
-        )
-        if name in chats and kind.json_texts
-        else kind
+        names.get(name, name): _with_parsed_texts(kind) if name in chats else kind
         for name, kind in kinds.items()
     }
 
@@ -288,6 +292,29 @@ def normalise_conversations(table: Table) -> Table:
 
     rows = View.of(table.rows).changed(normalise)
     return replace(table, rows=rows, known_kinds=converted, remarks=(*table.remarks, *remarks))
+
+
+def _with_parsed_texts(kind: ColumnKind) -> ColumnKind:
+    """Count the texts that are the JSON of a conversation as the lists that they become."""
+    if not kind.json_texts:
+        return kind
+    lists = kind.lists + kind.json_texts
+    return replace(kind, texts=kind.texts - kind.json_texts, lists=lists, text_first=False)
+
+
+def _require_conversations(table: Table, name: str, kind: ColumnKind) -> None:
+    """Raise InputError for conversations in Python's notation, and where a minority of texts are conversations."""
+    if kind.python_texts:
+        raise InputError(
+            f"{_first_place(table, name, is_python_literal)}: '{name}' is a conversation in Python's notation, "
+            "with single quotes: write it with json.dumps"
+        )
+    if 0 < kind.json_texts * 2 < kind.texts:
+        place = _first_place(table, name, lambda text: parse_conversation(text) is not None)
+        raise InputError(
+            f"{place}: '{name}' is the JSON of a conversation, and most others are plain text: use "
+            "conversations in all rows, or in none"
+        )
 
 
 def _normalised(value: Any) -> Any:
@@ -338,20 +365,26 @@ def message_problem(value: Any) -> str | None:
             return f"message {i} is {type_name(message)}, not an object with role and content"
         if not isinstance(message.get("role"), str):
             return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
-        content = message.get("content")
-        if content is None and not message.get("tool_calls"):
-            return f"message {i} has no content (its keys: {', '.join(map(str, message))})"
-        if is_parts(content):
-            if problem := parts_problem(content):
-                return f"message {i}: {problem}"
-        elif content is not None and not isinstance(content, str):
-            return f"message {i}'s content is {type_name(content)}, not text"
+        if problem := _content_problem(message):
+            return f"message {i}{problem}"
         calls = message.get("tool_calls")
         if calls is not None and not _is_object_list(calls):
             return f"message {i}'s tool_calls must be a list of objects"
         if problem := arguments_problem(message):
             return f"message {i}: {problem}"
     return None
+
+
+def _content_problem(message: Mapping[str, Any]) -> str | None:
+    """Describe what is wrong with a message's content, to follow its number, or return None."""
+    content = message.get("content")
+    if content is None:
+        keys = ", ".join(map(str, message))
+        return None if message.get("tool_calls") else f" has no content (its keys: {keys})"
+    if is_parts(content):
+        problem = parts_problem(content)
+        return f": {problem}" if problem else None
+    return None if isinstance(content, str) else f"'s content is {type_name(content)}, not text"
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:

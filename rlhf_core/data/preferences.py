@@ -137,17 +137,16 @@ def pair_parser(
     def parse(row: Row) -> Parts | None:
         if may_be_null and any(name in row and row[name] is None for name in SIDES):
             return None
-        raise_problems(
-            [
-                list_problem(row, n) if lists and n in SIDES else cells.cell_problem(row, n, chat[n])
-                for n in names
-            ]
-        )
         if lists:
+            prompt = [cells.cell_problem(row, name, chat[name]) for name in names if name not in SIDES]
+            raise_problems(prompt + [list_problem(row, name) for name in SIDES])
             raise_problems([mixture(row)])
-        elif chat["chosen"]:
-            raise_problems([cells.unanswered_problem(row, name) for name in SIDES])
-        sides = [(name, each) for name in SIDES for each in (row[name] if lists else [row[name]])]
+            sides = [(name, each) for name in SIDES for each in row[name]]
+        else:
+            raise_problems([cells.cell_problem(row, name, chat[name]) for name in names])
+            if chat["chosen"]:
+                raise_problems([cells.unanswered_problem(row, name) for name in SIDES])
+            sides = [(name, row[name]) for name in SIDES]
         parts = _split(row.get("prompt"), sides, options.prompt_repeated)
         if parts.has_blank and not may_be_blank:
             return None
@@ -164,9 +163,11 @@ def _split(prompt: Turns | None, sides: Sequence[tuple[str, Turns]], repeated: b
     if isinstance(prompt, str) and len(texts) == len(sides):
         return Parts(prompt, *strip_prompt(prompt, texts, repeated))
     split = [split_prompt(prompt, side, name) for name, side in sides]
-    raise_problems(list(dict.fromkeys(each for each in split if isinstance(each, str))))
-    (before, _), *others = fine = [each for each in split if not isinstance(each, str)]
-    if any(other != before for other, _ in others):
+    problems = dict.fromkeys(each for each in split if isinstance(each, str))
+    raise_problems(list(problems))
+    fine = [each for each in split if not isinstance(each, str)]
+    before = fine[0][0]
+    if any(other != before for other, _ in fine):
         named = "'chosen' and 'rejected'" if len(sides) == 2 else "the completions"
         raise InputError(f"{named} have different turns before the answer")
     return Parts(before, [side for _, side in fine])

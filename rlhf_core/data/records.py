@@ -191,37 +191,57 @@ def _from_table(
     require_rows(options)
     name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
     if name is None and path is None:
-        held = [key for key, value in spec.items() if isinstance(value, list) and all(map(_is_row, value))]
-        if held:
-            raise InputError(f"the rows are in '{held[0]}' of an object: give that list, data['{held[0]}']")
-        raise InputError(
-            f"a data table needs a name or a path; it has {', '.join(map(str, spec)) or 'nothing'}: "
-            '{ name = "jsonl", path = "pairs.jsonl" }'
-        )
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-        raise InputError(f"weight of {name or path} is {weight!r}: give a number above 0")
+        raise _nameless(spec)
+    require_weight(weight, name or path)
     if registry is not None and name not in FORMATS and name in registry.names(DATASET):
         arguments = options if path is None else {**options, "path": path}
         table = from_memory(registry.get(DATASET, name, **arguments), name)
     else:
-        if unknown := [key for key in options if key not in (*HUB_OPTIONS, *FILE_OPTIONS)]:
-            known = ["name", "path", "weight", "columns", "field", *HUB_OPTIONS]
-            raise InputError(
-                *(f"data table {name or path}: no option '{k}'.{suggest(k, known)}" for k in unknown)
-            )
-        if path is not None:
-            if name is not None and name not in FORMATS:
-                raise InputError(
-                    f"'{name}' is not a file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}"
-                )
-            table = _from_file(resolve(str(path), base), str(path), name, options)
-        elif name in FORMATS:
+        table = _from_parts(name, path, options, registry, base)
+    return _weighted(with_columns(table, columns), weight)
+
+
+def require_weight(weight: Any, name: Any) -> None:
+    """Raise InputError for a weight that is no positive number."""
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        raise InputError(f"weight of {name} is {weight!r}: give a number above 0")
+
+
+def _nameless(spec: Mapping[str, Any]) -> InputError:
+    """Say that a data table has neither a name nor a path, and where its rows are if it is an object around them."""
+    held = [key for key, value in spec.items() if isinstance(value, list) and all(map(_is_row, value))]
+    if held:
+        return InputError(f"the rows are in '{held[0]}' of an object: give that list, data['{held[0]}']")
+    return InputError(
+        f"a data table needs a name or a path; it has {', '.join(map(str, spec)) or 'nothing'}: "
+        '{ name = "jsonl", path = "pairs.jsonl" }'
+    )
+
+
+def _from_parts(
+    name: Any, path: Any, options: Mapping[str, Any], registry: Registry | None, base: Path | None
+) -> Table:
+    """Read the file at `path`, or what `name` stands for; with a path, the name is the file's format."""
+    known = (*HUB_OPTIONS, *FILE_OPTIONS)
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        shown = ["name", "path", "weight", "columns", "field", *HUB_OPTIONS]
+        raise InputError(
+            *(f"data table {name or path}: no option '{k}'.{suggest(k, shown)}" for k in unknown)
+        )
+    if path is None:
+        if name in FORMATS:
             raise InputError(
                 f'{{ name = "{name}" }} needs a path: {{ name = "{name}", path = "pairs.{name}" }}'
             )
-        else:
-            table = _from_name(str(name), options, registry, base)
-    table = with_columns(table, columns)
+        return _from_name(str(name), options, registry, base)
+    if name is not None and name not in FORMATS:
+        raise InputError(f"'{name}' is not a file format ({', '.join(FORMATS)}).{suggest(name, FORMATS)}")
+    return _from_file(resolve(str(path), base), str(path), name, options)
+
+
+def _weighted(table: Table, weight: float) -> Table:
+    """Repeat every row `weight` times; the fractional part adds evenly spaced rows, and no table becomes empty."""
     if weight == 1:
         return table
     n, whole = len(table.rows), int(weight)

@@ -25,6 +25,7 @@ from rlhf_core.data.records import (
     is_stream,
     load,
     missing_file,
+    require_weight,
     resolve,
     with_columns,
 )
@@ -51,6 +52,8 @@ LINES = ("jsonl", "txt")
 
 Numbered = tuple[int, Mapping[str, Any]]
 """A row and its number, from 1."""
+Start = Callable[[State], Iterator[tuple[Numbered, State]]]
+"""Iterates from a state, {} at the start; each row comes with the state after it."""
 STREAM_BITS = 40
 """A row of several streams has the number of its stream above its own in the stream."""
 
@@ -61,8 +64,7 @@ class Stream:
 
     name: str
     """What messages call it."""
-    start: Callable[[State], Iterator[tuple[Numbered, State]]]
-    """Iterates from a state, {} at the start; each row comes with the state after it."""
+    start: Start
     head: Table
     """Its first rows, as the stream has them."""
     weight: float = 1.0
@@ -103,19 +105,14 @@ def open_streams(
     for item in items:
         options = dict(item) if isinstance(item, Mapping) else {}
         mine, weight = options.pop("columns", columns), options.pop("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise InputError(f"weight of {options.get('name')} is {weight!r}: give a number above 0")
-        if options.pop("streaming", False):
-            name, start = _of_table(options, registry)
-        elif is_endless(item) or isinstance(item, grain.IterDataset | grain.DataLoader):
-            name, start = "dataset", _of_grain(item, "dataset")
-        elif is_stream(item):
-            name, start = "dataset", _of_iterable(item, "dataset")
-        else:
+        require_weight(weight, options.get("name"))
+        opened = _opened(item, options, registry)
+        if opened is None:
             records = load(options or item, registry=registry, columns=mine)
             records = drop_columns(records, drop or ())
             streams += [_of_source(table, weight) for table in records.tables]
             continue
+        name, start = opened
         head = [row for row, _ in islice(start({}), HEAD)]
         if not head:
             raise InputError(f"{name} has no rows")
@@ -126,6 +123,18 @@ def open_streams(
     return streams
 
 
+def _opened(item: Any, options: dict[str, Any], registry: Registry | None) -> tuple[str, Start] | None:
+    """Return the name of a stream and what starts it; None for data that `load` reads.
+
+    options: of a table that names data, without its columns and weight.
+    """
+    if options.pop("streaming", False):
+        return _of_table(options, registry)
+    if is_endless(item) or isinstance(item, grain.IterDataset | grain.DataLoader):
+        return "dataset", _of_grain(item, "dataset")
+    return ("dataset", _of_iterable(item, "dataset")) if is_stream(item) else None
+
+
 def _of_source(table: Table, weight: float) -> Stream:
     def start(state: State) -> Iterator[tuple[Numbered, State]]:
         for i in range(state.get("rows", 0), len(table.rows)):
@@ -134,7 +143,7 @@ def _of_source(table: Table, weight: float) -> Stream:
     return Stream(table.name, start, table, weight)
 
 
-def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+def _of_iterable(data: Any, name: str) -> Start:
     """Read what a function yields, or what is iterated; to continue, rows that were read are passed over."""
     if isinstance(data, Iterator):
         raise InputError(
@@ -161,7 +170,7 @@ def _of_iterable(data: Any, name: str) -> Callable[[State], Iterator[tuple[Numbe
     return start
 
 
-def _of_grain(data: Any, name: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+def _of_grain(data: Any, name: str) -> Start:
     """Read a dataset or a loader of grain, whose own iterator says where it is after each row."""
 
     def start(state: State) -> Iterator[tuple[Numbered, State]]:
@@ -191,9 +200,7 @@ def _unpacked(state: Any) -> Any:
     return state["text"].encode() if isinstance(state, dict) and set(state) == {"text"} else state
 
 
-def _of_table(
-    options: dict[str, Any], registry: Registry | None
-) -> tuple[str, Callable[[State], Iterator[tuple[Numbered, State]]]]:
+def _of_table(options: dict[str, Any], registry: Registry | None) -> tuple[str, Start]:
     name, path = options.pop("name", None), options.pop("path", None)
     if registry is not None and name in registry.names(DATASET) and name not in FORMATS:
         given = options if path is None else {**options, "path": path}
@@ -219,7 +226,7 @@ def _of_table(
     return str(path), _of_iterable(data, str(path))
 
 
-def _of_array_record(path: Path, name: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+def _of_array_record(path: Path, name: str) -> Start:
     def start(state: State) -> Iterator[tuple[Numbered, State]]:
         records = array_records(path, name)
         for i in range(state.get("rows", 0), len(records)):
@@ -228,7 +235,7 @@ def _of_array_record(path: Path, name: str) -> Callable[[State], Iterator[tuple[
     return start
 
 
-def _of_lines(path: Path, name: str, kind: str) -> Callable[[State], Iterator[tuple[Numbered, State]]]:
+def _of_lines(path: Path, name: str, kind: str) -> Start:
     def start(state: State) -> Iterator[tuple[Numbered, State]]:
         with reading(name), _open(path) as lines:
             at, number = state.get("offset", 0), state.get("line", 0)

@@ -317,11 +317,7 @@ def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, 
         read.problem(f"{where}.rope_type {shown(kind)} is not supported; the decoder has {', '.join(known)}")
         return Rope()
     used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
-    for name in sorted(set(table) - used - ALWAYS - UNUSED - set(rules.rope_fields)):
-        read.problem(f"{where}.{name} {shown(table[name])} has no meaning for rope_type {shown(kind)}")
-    missing = [name for name in NEEDED[kind] if table.get(name) is None]
-    for name in missing:
-        read.problem(f"{where}.{name} is missing")
+    complete = _check_rope_fields(read, rules, where, table, kind)
     share = _rotated_share(read, rules, where, table, kind, head_dim)
     # As in transformers, the file's own field takes precedence over the table's.
     longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
@@ -332,7 +328,7 @@ def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, 
         numbers.positive(name)
     length, growth = numbers.whole(original, longest), numbers.number(GROWTH, 0.0)
     read.problems += [line.replace("config.json: ", f"config.json: {where}.") for line in numbers.problems]
-    if missing or numbers.problems:
+    if not complete or numbers.problems:
         return Rope()
     rope = Rope(
         kind,
@@ -347,6 +343,19 @@ def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, 
     if kind == "yarn":
         return _yarn(rope, table)
     return _longrope(read, where, rope, table, longest, head_dim) if kind == "longrope" else rope
+
+
+def _check_rope_fields(
+    read: ConfigFields, rules: Architecture, where: str, table: Mapping[str, Any], kind: RopeKind
+) -> bool:
+    """Report fields that mean nothing for this kind, and those that are missing; return whether none is missing."""
+    used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
+    for name in sorted(set(table) - used - ALWAYS - UNUSED - set(rules.rope_fields)):
+        read.problem(f"{where}.{name} {shown(table[name])} has no meaning for rope_type {shown(kind)}")
+    missing = [name for name in NEEDED[kind] if table.get(name) is None]
+    for name in missing:
+        read.problem(f"{where}.{name} is missing")
+    return not missing
 
 
 def _rotated_share(

@@ -329,23 +329,26 @@ class Registry:
         elsewhere = [other for other, entries in sorted(self._entries.items()) if name in entries]
         if elsewhere:
             message += f" '{name}' is of another kind: {', '.join(elsewhere)}."
-        if kind.by_path:
-            article = "An" if kind.name[0] in "aeiou" else "A"
-            message += f" {article} {kind.name} of yours is module:name or file.py:name."
-            if name.endswith(".py"):
-                message += f" Write {name}:NAME."
+        message += _path_hint(kind, name)
         is_path = ":" in name or name.endswith(".py")
-        if is_path and not kind.by_path:
-            message += (
-                f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
-            )
-        elif not (hint or elsewhere or is_path or self.failures or self.disabled):
+        if not (hint or elsewhere or is_path or self.failures or self.disabled):
             message += (
                 f" Install the package that has it{_pip_line(kind, name)}, or give its file with --plugin."
             )
         if self.disabled:
             message += f" Left out by RLHF_DISABLE_PLUGINS: {', '.join(self.disabled)}."
         return " ".join([message, *(str(plugin.error) for plugin in self.failures)])
+
+
+def _path_hint(kind: Kind[Any], name: str) -> str:
+    """Say how a component of the user's own is named, or that components of this kind have no path."""
+    if kind.by_path:
+        article = "An" if kind.name[0] in "aeiou" else "A"
+        hint = f" {article} {kind.name} of yours is module:name or file.py:name."
+        return hint + (f" Write {name}:NAME." if name.endswith(".py") else "")
+    if ":" in name or name.endswith(".py"):
+        return f" Give the name under which a file registers its {kind.name}, and that file with --plugin."
+    return ""
 
 
 def _pip_line(kind: Kind[Any], name: str) -> str:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,6 +15,7 @@ from rlhf_core.runtime.flags import Base, Plugins, Quantize
 
 if TYPE_CHECKING:
     from rlhf_core.data import Records
+    from rlhf_core.plugins.registry import Registry
     from rlhf_core.scoring import Scorer
 
 Output = Annotated[
@@ -58,11 +59,9 @@ def score(
     """Add a reward model's scores to rows. Prints the accuracy of pairs and best-of-n rows, by subset."""
     from rlhf_core import data, plugins, runtime
     from rlhf_core.data.best_of_n import completion_lists
-    from rlhf_core.errors import InputError, suggest
-    from rlhf_core.plugins.urls import is_url, load_for_url
     from rlhf_core.runtime.files import open_stream, require_writable
     from rlhf_core.runtime.terminal import echo, for_reader, row_text
-    from rlhf_core.scoring import Scorer, warn_unread
+    from rlhf_core.scoring import warn_unread
     from rlhf_rewards.reward_bench import Summary, check_ties
     from rlhf_rewards.score import Unfinished, identity_of, prompts_as_turns, with_scores
 
@@ -70,22 +69,12 @@ def score(
     runtime.prepare()
     registry = plugins.load(files=plugin or ()).registry
     records = data.load(file, registry=registry)
-    if subset is not None and subset not in records.columns:
-        raise InputError(
-            f"--subset {subset}: {records.name} has no such column; it has {', '.join(records.columns)}."
-            f"{suggest(subset, records.columns)}"
-        )
+    _require_column(records, subset)
     summary = Summary(subset or "subset")
     lists = [completion_lists(table) for table in records.tables]
     if any(lists) and summary.column in records.columns:
         check_ties(records, summary.column)
-    if is_url(model):
-        if quantize is not None:
-            raise InputError("--quantize: has no effect on a model behind a URL; leave it out")
-        scorer: Scorer = load_for_url("open_scorer")(model, normalize=normalize, base=base)
-    else:
-        scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base, quantized=quantize)
-        scorer.reuses_shapes = True  # as a server does, which has the same last bits
+    scorer = _open_scorer(model, registry, normalize=normalize, base=base, quantize=quantize)
     read = data.Records([prompts_as_turns(table) for table in records.tables]) if chat else records
     _warn_untemplated(read, lists, scorer)
     stream = None if output is None else open_stream(output)
@@ -114,6 +103,40 @@ def score(
     warn_unread(unread)
     for line in summary.lines():
         echo(line, err=unfinished is None)
+
+
+def _require_column(records: Records, subset: str | None) -> None:
+    """Raise InputError where the column that is asked for is not there."""
+    from rlhf_core.errors import InputError, suggest
+
+    if subset is not None and subset not in records.columns:
+        raise InputError(
+            f"--subset {subset}: {records.name} has no such column; it has {', '.join(records.columns)}."
+            f"{suggest(subset, records.columns)}"
+        )
+
+
+def _open_scorer(
+    model: str,
+    registry: Registry,
+    *,
+    normalize: bool,
+    base: str | None,
+    quantize: Literal["nf4", "int8", "none"] | None,
+) -> Scorer:
+    """Load a reward model, or open the server of one."""
+    from rlhf_core.errors import InputError
+    from rlhf_core.plugins.urls import is_url, load_for_url
+    from rlhf_core.scoring import Scorer
+
+    if is_url(model):
+        if quantize is not None:
+            raise InputError("--quantize: has no effect on a model behind a URL; leave it out")
+        served: Scorer = load_for_url("open_scorer")(model, normalize=normalize, base=base)
+        return served
+    scorer = Scorer.load(model, registry=registry, normalize=normalize, base=base, quantized=quantize)
+    scorer.reuses_shapes = True  # as a server does, which has the same last bits
+    return scorer
 
 
 def _warn_untemplated(records: Records, lists: Sequence[str | None], scorer: Scorer) -> None:

@@ -186,6 +186,17 @@ def _places(text: str, start: int = 0) -> Iterator[_Place]:
         start = place.end
 
 
+def _fraction(text: str, digits: str, end: int) -> tuple[Fraction | None, int]:
+    """Read a number that ends at `end`, and what it is divided by; None where that is zero."""
+    value, end = _with_exponent(text, digits, end)
+    over = _OVER.match(text, end)
+    below = None if over is None else _RUN.match(text, over.end())
+    if below is None:
+        return value, end
+    bottom, end = _with_exponent(text, below[0], below.end())
+    return (value / bottom if value is not None and bottom else None), end
+
+
 def _place(text: str, run: re.Match[str]) -> _Place:
     start, end = run.span()
     word, percent = False, False
@@ -199,12 +210,7 @@ def _place(text: str, run: re.Match[str]) -> _Place:
             digits = digits.rpartition(" ")[2]
             start = end - len(digits)
         word = _VERSION.fullmatch(digits) is not None
-        value, end = _with_exponent(text, digits, end)
-        if (over := _OVER.match(text, end)) is not None and (
-            below := _RUN.match(text, over.end())
-        ) is not None:
-            bottom_value, end = _with_exponent(text, below[0], below.end())
-            value = value / bottom_value if value is not None and bottom_value else None
+        value, end = _fraction(text, digits, end)
     if (sign := _PERCENT.match(text, end)) is not None:
         percent, end = True, sign.end()
     elif (scale := _SCALE.match(text, end)) is not None and value is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
@@ -90,17 +90,10 @@ def write(
     components = [_component(kind, name, data) for kind, name in asked]
     first = components[0].name
     directory = Path(_distribution(first)) if directory is None else directory
-    problems = [problem for each in components for problem in _wrong(each, registry)]
-    modules = [each.module for each in components]
-    problems += [f"two components are called '{name}'" for name in modules if modules.count(name) > 1]
-    if data is not None:
-        problems += _wrong_data(data, components)
-    if _installed(_distribution(first)):
-        problems.append(f"a distribution {_distribution(first)} is installed already; choose another name")
-    problems += _occupied(directory)
+    problems = [*_package_problems(components, registry, data), *_occupied(directory)]
     if problems:
         raise InputError(*(f"rlhf new: {problem}" for problem in dict.fromkeys(problems)))
-    package = f"rlhf_{modules[0]}"
+    package = f"rlhf_{components[0].module}"
     source = directory / "src" / package
     several = len(components) > 1
     texts: dict[Path, str] = {}
@@ -189,6 +182,21 @@ def _tested(components: Sequence[Scaffold]) -> str:
         "compare with known values, and call the kit of `rlhf_core.testing` for the kind, which checks\n"
         + " and ".join(checked)
     )
+
+
+def _package_problems(components: Sequence[Scaffold], registry: Registry, data: str | None) -> Iterator[str]:
+    """Say what stands against a package of these components, wherever it is written."""
+    for each in components:
+        yield from _wrong(each, registry)
+    modules = [each.module for each in components]
+    for name in modules:
+        if modules.count(name) > 1:
+            yield f"two components are called '{name}'"
+    if data is not None:
+        yield from _wrong_data(data, components)
+    distribution = _distribution(components[0].name)
+    if _installed(distribution):
+        yield f"a distribution {distribution} is installed already; choose another name"
 
 
 def _wrong(component: Scaffold, registry: Registry) -> list[str]:

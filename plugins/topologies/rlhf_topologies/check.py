@@ -120,17 +120,7 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
     if brought := [f"{each['name']} {format_bytes(each['host'])}" for each in programs if each["host"]]:
         out.append(f"from the host's memory, per call: {', '.join(brought)}")
     if not any(each["error"] for each in programs):
-        for what, tokens in (("training", stage["training_tokens"]), ("sampling", stage["sampled_tokens"])):
-            if seconds := stage[f"{what}_seconds"]:
-                mfu = _percent(stage[f"{what}_mfu"])
-                out.append(f"{what}: at most {tokens / seconds:,.0f} tokens/s, MFU at most {mfu}")
-        if seconds := stage["update_seconds"]:
-            shares = [
-                f", {_percent(stage[f'{what}_seconds'] / seconds)} {what}"
-                for what in ("training", "sampling")
-            ]
-            shown = "".join(shares) if stage["sampling_seconds"] else ""
-            out.append(f"an update takes at least {_seconds(seconds)}{shown}")
+        out += _speeds(stage)
     largest = max(programs, key=lambda each: each["peak"])
     peak = f"{format_bytes(largest['peak'])} of {format_bytes(stage['usable'])} in {largest['name']}"
     out.append(f"fits: at most {peak}" if stage["fits"] else f"does not fit: {peak}")
@@ -140,6 +130,22 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
         if uncounted := {*each["call"]["uncounted"], *(each["step"] or each["call"])["uncounted"]}:
             out.append(f"{each['name']}: FLOPs without those of the kernels {', '.join(sorted(uncounted))}")
     return out
+
+
+def _speeds(stage: Mapping[str, Any]) -> Iterator[str]:
+    """Say how fast a stage is at most, and what an update spends its time on."""
+    for what, tokens in (("training", stage["training_tokens"]), ("sampling", stage["sampled_tokens"])):
+        if seconds := stage[f"{what}_seconds"]:
+            mfu = _percent(stage[f"{what}_mfu"])
+            yield f"{what}: at most {tokens / seconds:,.0f} tokens/s, MFU at most {mfu}"
+    update = stage["update_seconds"]
+    if not update:
+        return
+    shown = ""
+    if stage["sampling_seconds"]:
+        for what in ("training", "sampling"):
+            shown += f", {_percent(stage[f'{what}_seconds'] / update)} {what}"
+    yield f"an update takes at least {_seconds(update)}{shown}"
 
 
 def _collectives(programs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

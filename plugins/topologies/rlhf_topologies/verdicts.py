@@ -101,6 +101,25 @@ def judge_program(facts: Mapping[str, Any], topology: Topology) -> dict[str, Any
     }
 
 
+def _spread_state(topology: Topology, mesh: Mapping[str, int]) -> str:
+    """Say how a state that takes most of a device becomes smaller there."""
+    kept = mesh["tensor"] * mesh.get("context", 1) * mesh.get("expert", 1)
+    if mesh["fsdp"] * kept < topology.count:
+        return f"set mesh = {{ fsdp = {topology.count // kept} }}"
+    return "use more devices, or train adapters with lora = { rank = 16 }"
+
+
+def _smaller_batches(rows: Sequence[int | None], mesh: Mapping[str, int], remat: str | None) -> list[str]:
+    """Say what makes micro-batches of that many rows smaller, most effective first."""
+    one_each = all(count is not None and count <= _spread(mesh) for count in rows)
+    fewer_rows = "cut rows over devices, since each has one row already (mesh.context)"
+    return [
+        *([] if remat == "full" else ['set remat = "full"']),
+        fewer_rows if one_each else "raise gradient_accumulation_steps",
+        "shorten rows (max_sequence_length, or max_completion_length and num_generations)",
+    ]
+
+
 def _spread(mesh: Mapping[str, int]) -> int:
     """Count the devices that rows are spread over."""
     return math.prod(mesh.get(axis, 1) for axis in ROW_AXES)
@@ -123,27 +142,14 @@ def advise(
         return lines
     usable, held = topology.chip.usable, sum(resident.values())
     if held > usable / 2:
-        kept = mesh["tensor"] * mesh.get("context", 1) * mesh.get("expert", 1)
         lines.append(
             f"{format_bytes(held)} of {format_bytes(usable)} are the stage's {', '.join(resident)}: "
-            + (
-                f"set mesh = {{ fsdp = {topology.count // kept} }}"
-                if mesh["fsdp"] * kept < topology.count
-                else "use more devices, or train adapters with lora = { rank = 16 }"
-            )
+            + _spread_state(topology, mesh)
         )
     works = {each["work"] for each in large}
     if "train" in works:
         rows = [each["rows"] for each in large if each["work"] == "train"]
-        one_each = all(count is not None and count <= _spread(mesh) for count in rows)
-        steps = [
-            *([] if remat == "full" else ['set remat = "full"']),
-            "cut rows over devices, since each has one row already (mesh.context)"
-            if one_each
-            else "raise gradient_accumulation_steps",
-            "shorten rows (max_sequence_length, or max_completion_length and num_generations)",
-        ]
-        lines.append("for micro-batches: " + ", then ".join(steps))
+        lines.append("for micro-batches: " + ", then ".join(_smaller_batches(rows, mesh, remat)))
     if "sample" in works:
         lines.append(
             "for sampling: more devices that share each layer (sampling.mesh.tensor), a shorter "
