@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 FOLDER = "values"
 LIMIT = math.log(1e9)
 """The log of the evidence that ends a run: an honest sampler reaches it with a probability of at most 1e-9."""
-KEPT = 3
-"""How many of MOMENTS are written per token: log-probability, entropy and variance."""
 COLUMNS = 5 + len(LAMBDAS)
 """Of `sums`: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS."""
 
@@ -93,11 +91,10 @@ class SamplingTest:
 
     @property
     def actions(self) -> list[Action]:
-        """What takes the moments from updates, where these compute them; without a test, those alone that are kept."""
+        """What takes the moments from updates, where these compute them."""
         if self.options.read_by == "rollout":
             return []
-        names = MOMENTS if self.applies else MOMENTS[:KEPT]
-        return [Action(1, self._take, "watch", values=dict.fromkeys(names, "token"), name="sampling test")]
+        return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
 
     def begin(self, rollout: Rollout, awaited: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Begin with a rollout; return its sampled tokens, bool [N, C].

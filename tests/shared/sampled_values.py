@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,26 @@ def moments(logits: np.ndarray, token: int) -> list[float]:
     log_p = shifted - np.log(np.exp(shifted).sum())
     p = np.exp(log_p)
     entropy = -(p * log_p).sum()
-    bets = [each * log_p[token] - np.log((p ** (1 + each)).sum()) - abs(each) * TOLERANCE for each in LAMBDAS]
-    return [log_p[token], entropy, (p * log_p**2).sum() - entropy**2, *bets]
+    variance = (p * log_p**2).sum() - entropy**2
+    return [
+        log_p[token],
+        entropy,
+        variance,
+        *(bet(log_p[token], entropy, variance, each) for each in LAMBDAS),
+    ]
+
+
+def bet(log_p: float, entropy: float, variance: float, exponent: float) -> float:
+    """log e_λ of a token, of a distribution with an entropy: λ > 0 by Bennett's inequality, λ < 0 linear."""
+    excess = -log_p - entropy
+    if exponent < 0:
+        factor = min(-exponent, 1 / (2 * entropy))
+        return math.log(1 + factor * excess) - factor * TOLERANCE
+    # Of all with this variance and a lower bound of −H, the largest mean is that of two values, −H and V / H.
+    share = variance / (variance + entropy**2)
+    largest = share * math.exp(exponent * entropy)
+    largest += (1 - share) * math.exp(-exponent * variance / entropy)
+    return -exponent * excess - math.log(largest) - exponent * TOLERANCE
 
 
 def write_values(stage: Path, models: Sequence[Any]) -> None:
