@@ -26,7 +26,7 @@ class SamplingTestOptions:
     also: str = ""
 
 
-def not_applicable(sampling: SamplingOptions, max_rounds: int) -> str | None:
+def not_applicable(sampling: SamplingOptions) -> str | None:
     """Return why completions cannot be held to the trainer's distribution; None: they can."""
     filters = {
         "top_k": sampling.top_k is not None,
@@ -37,14 +37,12 @@ def not_applicable(sampling: SamplingOptions, max_rounds: int) -> str | None:
     acting = [f"sampling.{name}" for name, acts in filters.items() if acts]
     if acting:
         return f"with {' and '.join(acting)} tokens are drawn from another distribution than the trainer's"
-    if max_rounds > 1:
-        return "dynamic_sampling drops groups by their rewards, which are not read"
     return None
 
 
-def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, max_rounds: int, ahead: int) -> str:
+def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int) -> str:
     """Say what a stage will test, and what that costs."""
-    reason = not_applicable(sampling, max_rounds)
+    reason = not_applicable(sampling)
     if reason is not None:
         return f"sampling test: not applicable: {reason}"
     pass_ = "the training pass" if options.read_by == "update" else "the pass before a rollout's first update"

@@ -66,14 +66,15 @@ class SamplingTest:
     that depend on each other. What may end a run is `Evidence`, of bets that are fair as long as the sampler is honest
     within the tolerance.
 
-    For a rollout come `begin`, then `add` until every sampled token is known, then `finish`.
+    For a rollout come `begin`, then `add` until every sampled token is known, then `finish`. In between, `add_dropped`
+    takes those of what dynamic sampling left out.
     """
 
     def __init__(self, collector: RolloutCollector, options: SamplingTestOptions) -> None:
         sampled = collector.options
         self.stage: Stage = collector.stage
         self.options = options
-        self.applies = not_applicable(sampled.sampling, sampled.max_rounds) is None
+        self.applies = not_applicable(sampled.sampling) is None
         self.acts = bool(
             self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
         )
@@ -85,6 +86,9 @@ class SamplingTest:
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._awaited: NDArray[np.bool_] = self._sampled
         self._found: dict[str, NDArray[np.float32]] = {}
+        self._places = np.zeros((0, 2), np.int64)
+        """Engine and version of every sampled token, int64 [tokens, 2]: of `_sampled`, and of what was dropped."""
+        self._dropped: dict[str, NDArray[np.float32]] = {}
         self._sums = np.zeros((0, COLUMNS))
         """Of the rollout that was finished last."""
         self._wrote = False
@@ -96,20 +100,39 @@ class SamplingTest:
             return []
         return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
 
+    @staticmethod
+    def sampled(rollout: Rollout) -> NDArray[np.bool_]:
+        """Mark every token that the sampler drew, bool [N, C], those of failed episodes included, which no mask has."""
+        said = rollout.conversations
+        if said is None:
+            return np.asarray(rollout.samples.mask, np.bool_)
+        sampled = np.zeros(rollout.samples.mask.shape, np.bool_)
+        for row, turns in zip(sampled, said.turns, strict=True):
+            for turn in turns:
+                row[turn.start : turn.end] = True
+        return sampled
+
     def begin(self, rollout: Rollout, awaited: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Begin with a rollout; return its sampled tokens, bool [N, C].
 
         awaited: bool [N, C], the tokens whose moments come from the update.
         """
         self._rollout, self._awaited = rollout, awaited
-        self._sampled = sampled_tokens(rollout)
+        self._sampled = self.sampled(rollout)
         self._found = {name: np.full(self._sampled.shape, np.nan, np.float32) for name in MOMENTS}
+        self._places = _places(rollout, self._sampled)
+        self._dropped = dict.fromkeys(MOMENTS, np.zeros(0, np.float32))
         return self._sampled
 
     def add(self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
         """Take the moments of these tokens, bool [N, C]: {name: an array for each sequence}, in their order."""
         for name, values in moments.items():
-            self._found[name][tokens] = np.concatenate([np.zeros(0, np.float32), *values])
+            self._found[name][tokens] = _joined(values)
+
+    def add_dropped(self, dropped: Rollout, moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
+        """Take the moments of every sampled token of what the rollout left out, as `add` does."""
+        self._places = np.concatenate([self._places, _places(dropped, self.sampled(dropped))])
+        self._dropped = {name: _joined(values) for name, values in moments.items()}
 
     def finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
@@ -118,13 +141,13 @@ class SamplingTest:
         """
         assert self._rollout is not None
         rollout, self._rollout = self._rollout, None
-        samples = rollout.samples
-        moments = {name: values[self._sampled] for name, values in self._found.items()}
-        owners = np.nonzero(self._sampled)[0]
         sums = np.zeros((0, COLUMNS))
         if self.applies:
-            places = np.stack([samples.engine[owners], samples.version[owners]], axis=1)
-            sums = sum_moments(places, moments, self.options.tolerance)
+            moments = {
+                name: np.concatenate([self._found[name][self._sampled], self._dropped[name]])
+                for name in MOMENTS
+            }
+            sums = sum_moments(self._places, moments, self.options.tolerance)
         self._write(rollout, sums)
         self._found = {}
         self.evidence.bet(rollout.number, sums)
@@ -211,16 +234,16 @@ def remove_from(folder: Path, number: int) -> None:
             attempt(path.unlink, path.name, path)
 
 
-def sampled_tokens(rollout: Rollout) -> NDArray[np.bool_]:
-    """Mark every token that the sampler drew, bool [N, C], those of failed episodes included, which no mask has."""
-    said = rollout.conversations
-    if said is None:
-        return np.asarray(rollout.samples.mask, np.bool_)
-    sampled = np.zeros(rollout.samples.mask.shape, np.bool_)
-    for row, turns in zip(sampled, said.turns, strict=True):
-        for turn in turns:
-            row[turn.start : turn.end] = True
-    return sampled
+def _places(rollout: Rollout, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return engine and version of each of these tokens, bool [N, C], as int64 [tokens, 2]."""
+    owners = np.nonzero(tokens)[0]
+    samples = rollout.samples
+    return np.stack([samples.engine[owners], samples.version[owners]], axis=1).astype(np.int64)
+
+
+def _joined(values: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Join the values of sequences, of which there may be none."""
+    return np.concatenate([np.zeros(0, np.float32), *values])
 
 
 def sum_moments(

@@ -237,26 +237,38 @@ class GRPOSteps:
     ) -> Rollout:
         """Begin the sampling test of a rollout; return it, with the metrics of a test that no update completes.
 
+        What dynamic sampling left out is read here, and is not part of what is returned.
+
         trained: the tokens that updates read; mask: those that were read, with the moments, which may be {}. Tokens
         that neither has are read here. Raises RunError where the completions are not drawn from the policy.
         """
         sampled = test.begin(rollout, trained)
         if moments:
             test.add(mask, moments)
-        known = mask if moments else trained
-        if (left := sampled & ~known).any():
-            trees = [
-                tree
-                for tree in rollout.trees(self.prompts, mask=left)
-                if any(weights.any() for weights in tree.weights or ())
-            ]
-            test.add(left, self.policies.read_moments(trees, state.params))
+        left = sampled & ~(mask if moments else trained)
+        if left.any():
+            test.add(left, self._further_moments(rollout, left, state))
+        if rollout.dropped is not None:
+            every = test.sampled(rollout.dropped)
+            test.add_dropped(rollout.dropped, self._further_moments(rollout.dropped, every, state))
+            rollout = replace(rollout, dropped=None)
         if test.actions:
             return rollout
         metrics = test.finish()
         if (problem := test.problem()) is not None:
             raise RunError(f"stage '{self.collector.stage.name}': {problem}")
         return replace(rollout, metrics={**rollout.metrics, **metrics})
+
+    def _further_moments(
+        self, rollout: Rollout, tokens: NDArray[np.bool_], state: TrainState
+    ) -> Mapping[str, Sequence[NDArray[np.float32]]]:
+        """Read the moments of some tokens, bool [N, C], in a pass of their own."""
+        trees = [
+            tree
+            for tree in rollout.trees(self.prompts, mask=tokens)
+            if any(weights.any() for weights in tree.weights or ())
+        ]
+        return self.policies.read_moments(trees, state.params)
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)

@@ -138,42 +138,37 @@ def test_sums_and_evidence_are_by_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sampling", "rounds", "ahead", "said"),
+    ("options", "sampling", "ahead", "said"),
     [
         (
             (0.02, "update"),
             {},
-            1,
             0,
             "every sampled token, in the training pass; stops the run where .* 0.02 nats",
         ),
-        ((0.0, "update"), {}, 1, 0, "logged alone .limits.surprisal_gap = 0"),
+        ((0.0, "update"), {}, 0, "logged alone .limits.surprisal_gap = 0"),
         (
             (0.02, "rollout", "those"),
             {},
-            1,
             1,
             "the pass before .*first update; in a further pass .* those; logged",
         ),
         (
             (0.02, "update"),
             {"top_k": 5, "min_p": 0.1},
-            1,
             0,
             "not applicable: with sampling.top_k and sampling.min_p",
         ),
         (
             (0.02, "update"),
             {"repetition_penalty": 1.1},
-            1,
             0,
             "not applicable: with sampling.repetition_penalty",
         ),
-        ((0.02, "update"), {"top_p": 0.9}, 1, 0, "not applicable: with sampling.top_p"),
-        ((0.02, "update"), {}, 3, 0, "not applicable: dynamic_sampling"),
+        ((0.02, "update"), {"top_p": 0.9}, 0, "not applicable: with sampling.top_p"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_check_says_what_is_tested(options: Any, sampling: Any, rounds: int, ahead: int, said: str) -> None:
-    line = plan(SamplingTestOptions(*options), SamplingOptions(**sampling), max_rounds=rounds, ahead=ahead)
+def test_a_check_says_what_is_tested(options: Any, sampling: Any, ahead: int, said: str) -> None:
+    line = plan(SamplingTestOptions(*options), SamplingOptions(**sampling), ahead=ahead)
     assert re.search(said, line), line
