@@ -80,13 +80,17 @@ def token_moments(
     softcap: float | None = None,
     at_once: tuple[Literal["tokens", "words"], int] | None = None,
     absent: tuple[tuple[int, int], ...] = (),
+    keep: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Moments:
     """Compute what `token_logps` does and, in the same pass, the variance of log p.
 
     Arguments are those of `token_logps`. Gradients come through log-probabilities and entropies alone.
+    keep: sets masses, probabilities up to a factor, float32 [..., V], to 0 for tokens that are not sampled; p is what
+        remains, and the log-probability of other targets is about NEVER. Then there is no gradient, and `at_once` is of
+        tokens.
     """
     found = _compute(
-        hidden, kernel, targets, temperature, softcap, at_once, absent, entropy=True, moments=True
+        hidden, kernel, targets, temperature, softcap, at_once, absent, entropy=True, moments=True, keep=keep
     )
     return Moments(*found)
 
@@ -110,16 +114,19 @@ def _compute(
     *,
     entropy: bool,
     moments: bool = False,
+    keep: Callable[[jax.Array], jax.Array] | None = None,
 ) -> _Found:
     """Compute `token_logps`, or `token_moments`, in blocks or chunks."""
     if kernel is None:
         found = jnp.asarray(targets, jnp.int32)
-        return _of_logits(hidden, found, temperature, absent, entropy=entropy, moments=moments)
+        scaled = without(hidden.astype(jnp.float32) / temperature, absent, hidden.shape[-1])
+        return _of_logits(_kept(scaled, keep), found, entropy=entropy, moments=moments)
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[-1] != kernel.shape[0]:
         raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {hidden.shape}, {kernel.shape}")
     if tuple(targets.shape) != hidden.shape[:2]:
         raise ValueError(f"targets [rows, K] do not fit hidden {hidden.shape}: {tuple(targets.shape)}")
-    unit, number = at_once or ("words" if device_count() == 1 else "tokens", None)
+    in_blocks = device_count() == 1 and keep is None
+    unit, number = at_once or ("words" if in_blocks else "tokens", None)
     if min(temperature, *(x for x in (softcap, number) if x is not None), 1) <= 0:
         raise ValueError(
             f"temperature {temperature}, softcap {softcap} and at_once {at_once} must be positive"
@@ -135,23 +142,15 @@ def _compute(
         else:
             size = min(number, max(length, 1))
         cap = None if softcap is None else float(softcap)
-        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes, moments)
+        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes, moments, keep)
         return (over_vocabulary if unit == "words" else over_tokens)(hidden, kernel, targets, settings)
 
     results: _Found = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
     return results
 
 
-def _of_logits(
-    logits: jax.Array,
-    targets: jax.Array,
-    temperature: float,
-    absent: tuple[tuple[int, int], ...],
-    *,
-    entropy: bool,
-    moments: bool,
-) -> _Found:
-    scaled = without(logits.astype(jnp.float32) / temperature, absent, logits.shape[-1])
+def _of_logits(scaled: jax.Array, targets: jax.Array, *, entropy: bool, moments: bool) -> _Found:
+    """scaled: logits after the temperature, without ids that have no token, float32 [..., V]."""
     log_p = jax.nn.log_softmax(scaled)
     used = targets >= 0
     chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -210,6 +209,8 @@ class LogprobSettings(NamedTuple):
     rows: tuple[str, ...] = ()
     """The mesh axes that rows are sharded over."""
     moments: bool = False
+    keep: Callable[[jax.Array], jax.Array] | None = None
+    """See `token_moments`."""
 
 
 NEVER = -1e30
@@ -230,6 +231,13 @@ def without(logits: jax.Array, absent: tuple[tuple[int, int], ...], words: int, 
     if logits.shape[-1] < words:
         here = lax.dynamic_slice_in_dim(here, first, logits.shape[-1])
     return jnp.where(here, NEVER, logits)
+
+
+def _kept(logits: jax.Array, keep: Callable[[jax.Array], jax.Array] | None) -> jax.Array:
+    """Set the logits, float32 [..., V], of tokens that are not sampled to NEVER."""
+    if keep is None:
+        return logits
+    return jnp.where(keep(jnp.exp(logits - logits.max(-1, keepdims=True))) > 0, logits, NEVER)
 
 
 def unembed(hidden: jax.Array, kernel: jax.Array | None, softcap: float | None = None) -> jax.Array:
@@ -442,6 +450,7 @@ def _forward_chunks(
     def one(xs: tuple[jax.Array, jax.Array]) -> tuple[_Found, jax.Array]:
         chunk, target = xs
         logits, _ = capped(chunk, weights, settings, kernel.shape[1])
+        logits = _kept(logits, settings.keep)
         # All relative to the largest logit, so that large logits do not cancel.
         top = logits.max(-1, keepdims=True)
         relative = logits - top

@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.errors import warn
 from rlhf_core.fit import Action
+from rlhf_core.logprobs import NEVER
 from rlhf_core.rollouts.rollout import Rollout
-from rlhf_core.rollouts.sampling_plan import SamplingTestOptions, not_applicable
+from rlhf_core.rollouts.sampling_plan import EVERY, SamplingTestOptions, filters_of, not_applicable
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
+from rlhf_core.sampling.filters import filtered
 from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
 
 if TYPE_CHECKING:
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
 FOLDER = "values"
 LIMIT = math.log(1e9)
 """The log of the evidence that ends a run: an honest sampler reaches it with a probability of at most 1e-9."""
+MOST_OUTSIDE = 1e-3
+"""Share of tokens outside of what the filters allow, by rounding, above which they are warned of."""
 COLUMNS = 5 + len(LAMBDAS)
 """Of `sums`: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS."""
 
@@ -66,8 +72,11 @@ class SamplingTest:
     that depend on each other. What may end a run is `Evidence`, of bets that are fair as long as the sampler is honest
     within the tolerance.
 
-    For a rollout come `begin`, then `add` until every sampled token is known, then `finish`. In between, `add_dropped`
-    takes those of what dynamic sampling left out.
+    For a rollout come `begin`, then `add` until every sampled token is known, and `add_further` for what `further` asks
+    for, then `finish`.
+
+    keep: what the filters of sampling leave of masses, for `trained_moments`, where there are filters. These are what
+    tokens are drawn from, and moments of the trainer's distribution are no use for bets.
     """
 
     def __init__(self, collector: RolloutCollector, options: SamplingTestOptions) -> None:
@@ -75,6 +84,8 @@ class SamplingTest:
         self.stage: Stage = collector.stage
         self.options = options
         self.applies = not_applicable(sampled.sampling) is None
+        self.filters = filters_of(sampled.sampling)
+        self.keep = partial(filtered, options=sampled.sampling) if self.filters else None
         self.acts = bool(
             self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
         )
@@ -86,9 +97,8 @@ class SamplingTest:
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._awaited: NDArray[np.bool_] = self._sampled
         self._found: dict[str, NDArray[np.float32]] = {}
-        self._places = np.zeros((0, 2), np.int64)
-        """Engine and version of every sampled token, int64 [tokens, 2]: of `_sampled`, and of what was dropped."""
-        self._dropped: dict[str, NDArray[np.float32]] = {}
+        self._further: list[_Tokens] = []
+        self._warned = False
         self._sums = np.zeros((0, COLUMNS))
         """Of the rollout that was finished last."""
         self._wrote = False
@@ -120,8 +130,7 @@ class SamplingTest:
         self._rollout, self._awaited = rollout, awaited
         self._sampled = self.sampled(rollout)
         self._found = {name: np.full(self._sampled.shape, np.nan, np.float32) for name in MOMENTS}
-        self._places = _places(rollout, self._sampled)
-        self._dropped = dict.fromkeys(MOMENTS, np.zeros(0, np.float32))
+        self._further = []
         return self._sampled
 
     def add(self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
@@ -129,10 +138,34 @@ class SamplingTest:
         for name, values in moments.items():
             self._found[name][tokens] = _joined(values)
 
-    def add_dropped(self, dropped: Rollout, moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
-        """Take the moments of every sampled token of what the rollout left out, as `add` does."""
-        self._places = np.concatenate([self._places, _places(dropped, self.sampled(dropped))])
-        self._dropped = {name: _joined(values) for name, values in moments.items()}
+    def further(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
+        """Return whose tokens, bool [N, C], are to be read besides, with `keep`: of what dynamic sampling left out, and
+        with filters those of some prompts alone, which go by their numbers, since a choice that sees what was sampled
+        would make bets unfair.
+        """
+        rollout = self._rollout
+        assert rollout is not None
+        dropped = [] if rollout.dropped is None else [rollout.dropped]
+        if not self.applies:
+            return []
+        if self.keep is None:
+            return [(part, self.sampled(part)) for part in dropped]
+        found = []
+        for part in (rollout, *dropped):
+            chosen = np.repeat(part.prompts % EVERY == rollout.number % EVERY, part.group)
+            found.append((part, self.sampled(part) & chosen[:, None]))
+        return found
+
+    def add_further(
+        self,
+        part: Rollout,
+        tokens: NDArray[np.bool_],
+        moments: Mapping[str, Sequence[NDArray[Any]]],
+    ) -> None:
+        """Take the moments of tokens that `further` returned, as `add` does."""
+        self._further.append(
+            _Tokens(_places(part, tokens), {name: _joined(values) for name, values in moments.items()})
+        )
 
     def finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
@@ -142,17 +175,31 @@ class SamplingTest:
         assert self._rollout is not None
         rollout, self._rollout = self._rollout, None
         sums = np.zeros((0, COLUMNS))
+        outside: dict[str, float] = {}
         if self.applies:
-            moments = {
-                name: np.concatenate([self._found[name][self._sampled], self._dropped[name]])
-                for name in MOMENTS
-            }
-            sums = sum_moments(self._places, moments, self.options.tolerance)
+            parts = self._further
+            if self.keep is None:
+                own = {name: values[self._sampled] for name, values in self._found.items()}
+                parts = [_Tokens(_places(rollout, self._sampled), own), *parts]
+            tokens, count = _Tokens.inside(parts)
+            sums = sum_moments(tokens.places, tokens.moments, self.options.tolerance)
+            if self.keep is not None and count:
+                outside["sampling/outside"] = 1 - len(tokens.places) / count
+                self._warn_of_outside(outside["sampling/outside"], count)
         self._write(rollout, sums)
         self._found = {}
         self.evidence.bet(rollout.number, sums)
         self._sums = sums
-        return self._metrics(sums)
+        return {**self._metrics(sums), **outside}
+
+    def _warn_of_outside(self, share: float, count: int) -> None:
+        if share <= MOST_OUTSIDE or self._warned or not self.stage.is_main:
+            return
+        self._warned = True
+        warn(
+            f"stage '{self.stage.name}': {share:.2%} of {count:,} sampled tokens are none that "
+            f"{' and '.join(self.filters)} allow: the sampler filters otherwise, or not at all"
+        )
 
     def problem(self) -> str | None:
         """Return what is wrong with the rollout that was finished last; None: nothing is known."""
@@ -232,6 +279,21 @@ def remove_from(folder: Path, number: int) -> None:
     for path in folder.glob("*.npz"):
         if path.stem.isdecimal() and int(path.stem) >= number:
             attempt(path.unlink, path.name, path)
+
+
+class _Tokens(NamedTuple):
+    """Tokens of the bets. places: engine and version, int64 [tokens, 2]. moments: float32 [tokens] each."""
+
+    places: NDArray[np.int64]
+    moments: Mapping[str, NDArray[np.float32]]
+
+    @classmethod
+    def inside(cls, parts: Sequence[_Tokens]) -> tuple[_Tokens, int]:
+        """Join the tokens that can be sampled; and count all."""
+        places = np.concatenate([np.zeros((0, 2), np.int64), *(part.places for part in parts)])
+        moments = {name: _joined([part.moments[name] for part in parts]) for name in MOMENTS}
+        possible = moments[MOMENTS[0]] > NEVER / 2
+        return cls(places[possible], {name: x[possible] for name, x in moments.items()}), len(places)
 
 
 def _places(rollout: Rollout, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:

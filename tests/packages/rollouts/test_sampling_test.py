@@ -157,7 +157,7 @@ def test_sums_and_evidence_are_by_engine() -> None:
             (0.02, "update"),
             {"top_k": 5, "min_p": 0.1},
             0,
-            "not applicable: with sampling.top_k and sampling.min_p",
+            "one of 8 prompts, in a further pass .* with sampling.top_k and sampling.min_p; stops",
         ),
         (
             (0.02, "update"),
@@ -165,7 +165,6 @@ def test_sums_and_evidence_are_by_engine() -> None:
             0,
             "not applicable: with sampling.repetition_penalty",
         ),
-        ((0.02, "update"), {"top_p": 0.9}, 0, "not applicable: with sampling.top_p"),
     ],
     ids=lambda value: str(value)[:30],
 )
