@@ -81,6 +81,8 @@ class PlannedRollouts:
             values = most_value_bytes(rollouts=-(-total // serves), tokens=sampled * length)
             tested = plan_test(options.test, options.sampling, ahead=options.ahead)
             lines.append(f"{tested}; values/ takes at most {format_bytes(values)}")
+        else:
+            lines.append("sampling test: none: this trainer does not read its completions for one")
         if options.ahead:
             lines.append(
                 f"rollouts are sampled {options.ahead} ahead: a policy {options.ahead * serves} to "
