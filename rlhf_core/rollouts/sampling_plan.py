@@ -53,14 +53,13 @@ def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int)
     if reason is not None:
         return f"sampling test: not applicable: {reason}"
     pass_ = "the training pass" if options.read_by == "update" else "the pass before a rollout's first update"
-    filters, also = " and ".join(filters_of(sampling)), options.also
+    filters = " and ".join(filters_of(sampling))
     if filters:
         line = f"sampling test: one of {EVERY} prompts, in a further pass without gradient, with {filters}"
-        also = ""
     else:
         line = f"sampling test: every sampled token, in {pass_}"
-    if also:
-        line += f"; in a further pass without gradient {also}"
+    if options.also:
+        line += f"; in a further pass without gradient {options.also}"
     if ahead:
         return f"{line}; logged alone, since rollouts_ahead trains another policy than it samples with"
     if not options.tolerance:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +97,8 @@ class SamplingTest:
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._awaited: NDArray[np.bool_] = self._sampled
         self._found: dict[str, NDArray[np.float32]] = {}
-        self._further: list[_Tokens] = []
+        self._further: list[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]] = []
+        """Tokens that `further` asked for: their engines and versions [tokens, 2], and their moments."""
         self._warned = False
         self._sums = np.zeros((0, COLUMNS))
         """Of the rollout that was finished last."""
@@ -163,9 +164,8 @@ class SamplingTest:
         moments: Mapping[str, Sequence[NDArray[Any]]],
     ) -> None:
         """Take the moments of tokens that `further` returned, as `add` does."""
-        self._further.append(
-            _Tokens(_places(part, tokens), {name: _joined(values) for name, values in moments.items()})
-        )
+        found = {name: _joined(values) for name, values in moments.items()}
+        self._further.append((_places(part, tokens), found))
 
     def finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
@@ -180,12 +180,16 @@ class SamplingTest:
             parts = self._further
             if self.keep is None:
                 own = {name: values[self._sampled] for name, values in self._found.items()}
-                parts = [_Tokens(_places(rollout, self._sampled), own), *parts]
-            tokens, count = _Tokens.inside(parts)
-            sums = sum_moments(tokens.places, tokens.moments, self.options.tolerance)
-            if self.keep is not None and count:
-                outside["sampling/outside"] = 1 - len(tokens.places) / count
-                self._warn_of_outside(outside["sampling/outside"], count)
+                parts = [(_places(rollout, self._sampled), own), *parts]
+            places = np.concatenate([np.zeros((0, 2), np.int64), *(place for place, _ in parts)])
+            moments = {name: _joined([found[name] for _, found in parts]) for name in MOMENTS}
+            if self.keep is not None and len(places):
+                inside = moments["surprisal/logps"] > NEVER / 2
+                places = places[inside]
+                moments = {name: each[inside] for name, each in moments.items()}
+                outside["sampling/outside"] = 1 - float(inside.mean())
+                self._warn_of_outside(1 - float(inside.mean()), len(inside))
+            sums = sum_moments(places, moments, self.options.tolerance)
         self._write(rollout, sums)
         self._found = {}
         self.evidence.bet(rollout.number, sums)
@@ -279,21 +283,6 @@ def remove_from(folder: Path, number: int) -> None:
     for path in folder.glob("*.npz"):
         if path.stem.isdecimal() and int(path.stem) >= number:
             attempt(path.unlink, path.name, path)
-
-
-class _Tokens(NamedTuple):
-    """Tokens of the bets. places: engine and version, int64 [tokens, 2]. moments: float32 [tokens] each."""
-
-    places: NDArray[np.int64]
-    moments: Mapping[str, NDArray[np.float32]]
-
-    @classmethod
-    def inside(cls, parts: Sequence[_Tokens]) -> tuple[_Tokens, int]:
-        """Join the tokens that can be sampled; and count all."""
-        places = np.concatenate([np.zeros((0, 2), np.int64), *(part.places for part in parts)])
-        moments = {name: _joined([part.moments[name] for part in parts]) for name in MOMENTS}
-        possible = moments[MOMENTS[0]] > NEVER / 2
-        return cls(places[possible], {name: x[possible] for name, x in moments.items()}), len(places)
 
 
 def _places(rollout: Rollout, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
