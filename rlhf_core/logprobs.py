@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from rlhf_core.mesh import mesh_of_rows, over_pieces, row_parts
 from rlhf_core.runtime.machine import device_count, platform
-from rlhf_core.surprisal import LAMBDAS, Moments, raised
+from rlhf_core.surprisal import Moments
 
 __all__ = ["token_logps"]
 
@@ -29,8 +29,6 @@ CHUNK_BYTES = {"cpu": 16 * 2**20}
 """Bytes of float32 logits at a time, per device. On a CPU they should stay in the caches."""
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20
 """The same on other platforms."""
-MOMENTS_BYTES = 2 * 2**20
-"""The same on a CPU where moments are computed: ten passes over a block of logits should find it in a core's cache."""
 CHUNK_TOKENS = 128
 """The fewest tokens of a chunk, per device: each chunk reads and writes the whole kernel's float32 gradient."""
 BLOCK_WORDS = 128
@@ -82,24 +80,27 @@ def token_moments(
     softcap: float | None = None,
     at_once: tuple[Literal["tokens", "words"], int] | None = None,
     absent: tuple[tuple[int, int], ...] = (),
+    keep: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Moments:
-    """Compute what `token_logps` does and, in the same pass, the variance of log p and the logs of Σ p^(1 + λ).
+    """Compute what `token_logps` does and, in the same pass, the variance of log p.
 
     Arguments are those of `token_logps`. Gradients come through log-probabilities and entropies alone.
+    keep: sets masses, probabilities up to a factor, float32 [..., V], to 0 for tokens that are not sampled; p is what
+        remains, and the log-probability of other targets is about NEVER. Then there is no gradient, and `at_once` is of
+        tokens.
     """
     found = _compute(
-        hidden, kernel, targets, temperature, softcap, at_once, absent, entropy=True, moments=True
+        hidden, kernel, targets, temperature, softcap, at_once, absent, entropy=True, moments=True, keep=keep
     )
-    return Moments(found.logps, found.entropies, found.variances, found.powers)
+    return Moments(*found)
 
 
 class _Found(NamedTuple):
-    """Results of a pass, float32 of the targets' shape; without moments the last two are ()."""
+    """Results of a pass, float32 of the targets' shape; without moments the last is ()."""
 
     logps: jax.Array
     entropies: jax.Array
     variances: Any = ()
-    powers: tuple[jax.Array, ...] = ()
 
 
 def _compute(
@@ -113,16 +114,19 @@ def _compute(
     *,
     entropy: bool,
     moments: bool = False,
+    keep: Callable[[jax.Array], jax.Array] | None = None,
 ) -> _Found:
     """Compute `token_logps`, or `token_moments`, in blocks or chunks."""
     if kernel is None:
         found = jnp.asarray(targets, jnp.int32)
-        return _of_logits(hidden, found, temperature, absent, entropy=entropy, moments=moments)
+        scaled = without(hidden.astype(jnp.float32) / temperature, absent, hidden.shape[-1])
+        return _of_logits(_kept(scaled, keep), found, entropy=entropy, moments=moments)
     if hidden.ndim != 3 or kernel.ndim != 2 or hidden.shape[-1] != kernel.shape[0]:
         raise ValueError(f"hidden [rows, K, D] and kernel [D, V] do not fit: {hidden.shape}, {kernel.shape}")
     if tuple(targets.shape) != hidden.shape[:2]:
         raise ValueError(f"targets [rows, K] do not fit hidden {hidden.shape}: {tuple(targets.shape)}")
-    unit, number = at_once or ("words" if device_count() == 1 else "tokens", None)
+    in_blocks = device_count() == 1 and keep is None
+    unit, number = at_once or ("words" if in_blocks else "tokens", None)
     if min(temperature, *(x for x in (softcap, number) if x is not None), 1) <= 0:
         raise ValueError(
             f"temperature {temperature}, softcap {softcap} and at_once {at_once} must be positive"
@@ -132,29 +136,21 @@ def _compute(
     def compute(axes: Any, hidden: jax.Array, targets: jax.Array) -> _Found:
         rows, length, _ = hidden.shape
         if unit == "words":
-            size = block_size(rows * length, words, moments=moments) if number is None else min(number, words)
+            size = block_size(rows * length, words) if number is None else min(number, words)
         elif number is None:
             size = chunk_size(rows * row_parts(), length, words)
         else:
             size = min(number, max(length, 1))
         cap = None if softcap is None else float(softcap)
-        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes, moments)
+        settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes, moments, keep)
         return (over_vocabulary if unit == "words" else over_tokens)(hidden, kernel, targets, settings)
 
     results: _Found = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
     return results
 
 
-def _of_logits(
-    logits: jax.Array,
-    targets: jax.Array,
-    temperature: float,
-    absent: tuple[tuple[int, int], ...],
-    *,
-    entropy: bool,
-    moments: bool,
-) -> _Found:
-    scaled = without(logits.astype(jnp.float32) / temperature, absent, logits.shape[-1])
+def _of_logits(scaled: jax.Array, targets: jax.Array, *, entropy: bool, moments: bool) -> _Found:
+    """scaled: logits after the temperature, without ids that have no token, float32 [..., V]."""
     log_p = jax.nn.log_softmax(scaled)
     used = targets >= 0
     chosen = jnp.take_along_axis(log_p, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
@@ -163,46 +159,25 @@ def _of_logits(
     if not moments:
         return found
     relative = jax.lax.stop_gradient(scaled - scaled.max(-1, keepdims=True))
-    return _with_moments(found, _sums(relative), used)
-
-
-class _Sums(NamedTuple):
-    """Sums over words of exp(l - m) times 1, l - m and (l - m)², and of its powers 1 + λ; float32."""
-
-    total: jax.Array
-    mixed: jax.Array
-    squared: jax.Array
-    powers: tuple[jax.Array, ...]
-
-
-def _sums(relative: jax.Array) -> _Sums:
-    """Sum over words. relative: logits less the largest, float32 [..., words]."""
     exp = jnp.exp(relative)
-    first = exp * relative
+    variance = _variance(exp.sum(-1), (exp * relative).sum(-1), _squared(exp, relative))
+    return found._replace(variances=jnp.where(used, variance, 0.0))
+
+
+def _squared(exp: jax.Array, relative: jax.Array) -> jax.Array:
+    """Sum exp(l - m) (l - m)² over words. relative: logits less the largest, float32 [..., words]; exp: of it."""
     # The factor of an id without a token is very large: its square would be infinite, and 0 times it NaN.
-    squared = (first * relative).sum(-1)
-    powers = tuple(x.sum(-1) for x in raised(relative))
-    return _Sums(exp.sum(-1), first.sum(-1), squared, powers)
+    return (exp * relative * relative).sum(-1)
 
 
-def _with_moments(found: _Found, sums: _Sums, used: jax.Array) -> _Found:
-    """Add the variance and the logs of power sums. used: which targets there are."""
-    mean = sums.mixed / sums.total
-    variance = jnp.maximum(sums.squared / sums.total - jnp.square(mean), 0.0)
-    log_total = jnp.log(sums.total)
-    powers = [
-        jnp.log(power) - (1.0 + exponent) * log_total
-        for power, exponent in zip(sums.powers, LAMBDAS, strict=True)
-    ]
-    return found._replace(
-        variances=jnp.where(used, variance, 0.0), powers=tuple(jnp.where(used, x, 0.0) for x in powers)
-    )
+def _variance(total: jax.Array, mixed: jax.Array, squared: jax.Array) -> jax.Array:
+    """Compute the variance of log p from sums of exp(l - m) times 1, l - m and (l - m)²."""
+    return jnp.maximum(squared / total - jnp.square(mixed / total), 0.0)
 
 
-def block_size(tokens: int, vocab: int, *, moments: bool = False) -> int:
+def block_size(tokens: int, vocab: int) -> int:
     """Choose the words per block: CHUNK_BYTES of logits, but at least BLOCK_WORDS, in blocks of similar sizes."""
-    budget = MOMENTS_BYTES if moments and platform() == "cpu" else _budget()
-    largest = max(BLOCK_WORDS, budget // (4 * max(tokens, 1)))
+    largest = max(BLOCK_WORDS, _budget() // (4 * max(tokens, 1)))
     words = math.ceil(vocab / math.ceil(vocab / largest))
     return min(vocab, math.ceil(words / BLOCK_WORDS) * BLOCK_WORDS)
 
@@ -234,6 +209,8 @@ class LogprobSettings(NamedTuple):
     rows: tuple[str, ...] = ()
     """The mesh axes that rows are sharded over."""
     moments: bool = False
+    keep: Callable[[jax.Array], jax.Array] | None = None
+    """See `token_moments`."""
 
 
 NEVER = -1e30
@@ -254,6 +231,13 @@ def without(logits: jax.Array, absent: tuple[tuple[int, int], ...], words: int, 
     if logits.shape[-1] < words:
         here = lax.dynamic_slice_in_dim(here, first, logits.shape[-1])
     return jnp.where(here, NEVER, logits)
+
+
+def _kept(logits: jax.Array, keep: Callable[[jax.Array], jax.Array] | None) -> jax.Array:
+    """Set the logits, float32 [..., V], of tokens that are not sampled to NEVER."""
+    if keep is None:
+        return logits
+    return jnp.where(keep(jnp.exp(logits - logits.max(-1, keepdims=True))) > 0, logits, NEVER)
 
 
 def unembed(hidden: jax.Array, kernel: jax.Array | None, softcap: float | None = None) -> jax.Array:
@@ -321,9 +305,7 @@ class _Seen(NamedTuple):
     chosen: jax.Array
     """The target's logit, from its block on."""
     squared: Any = ()
-    """Σ exp(l - m) (l - m)²; () without moments, as are the powers."""
-    powers: tuple[jax.Array, ...] = ()
-    """Σ exp(l - m)^(1 + λ)."""
+    """Σ exp(l - m) (l - m)²; () without moments."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -368,24 +350,18 @@ def _forward_blocks(
         at = wanted - first
         here = jnp.take_along_axis(logits, jnp.clip(at, 0, words - 1)[:, None], axis=1)[:, 0]
         chosen = jnp.where((at >= 0) & (at < words), here, seen.chosen)
-        if not settings.moments:
-            return _Seen(top, seen.total * less + exp.sum(-1), mixed, chosen)
-        new = _sums(relative)
-        # exp of it is 0 long before its square, of a block without a token before this one, would be infinite.
-        down = jnp.maximum(seen.top - top, -1e3)
-        squared = (seen.squared + down * (2.0 * seen.mixed + down * seen.total)) * less + new.squared
-        powers = tuple(
-            old * factor + power
-            for old, factor, power in zip(seen.powers, raised(down), new.powers, strict=True)
-        )
-        return _Seen(top, seen.total * less + new.total, mixed, chosen, squared, powers)
+        squared: Any = ()
+        if settings.moments:
+            # exp of it is 0 long before its square, of a block without a token before this one, would be infinite.
+            down = jnp.maximum(seen.top - top, -1e3)
+            squared = (seen.squared + down * (2.0 * seen.mixed + down * seen.total)) * less
+            squared += _squared(exp, relative)
+        return _Seen(top, seen.total * less + exp.sum(-1), mixed, chosen, squared)
 
     nothing = jnp.zeros(wanted.shape, jnp.float32)
     # Far below every logit, but finite: it is multiplied by zeros, which must stay 0.
     lowest = jnp.full(wanted.shape, jnp.finfo(jnp.float32).min / 4, jnp.float32)
-    start = _Seen(lowest, nothing, nothing, nothing)
-    if settings.moments:
-        start = start._replace(squared=nothing, powers=(nothing,) * len(LAMBDAS))
+    start = _Seen(lowest, nothing, nothing, nothing, nothing if settings.moments else ())
     seen = _blocks(kernel.shape[1], settings.size, one, start)
     used, log_total = wanted >= 0, jnp.log(seen.total)
     # Relative to the largest logit, so that large logits do not cancel.
@@ -393,7 +369,8 @@ def _forward_blocks(
     entropies = jnp.where(used, log_total - seen.mixed / seen.total, 0.0) if settings.entropy else nothing
     found = _Found(logps, entropies)
     if settings.moments:
-        found = _with_moments(found, _Sums(seen.total, seen.mixed, seen.squared, seen.powers), used)
+        variance = _variance(seen.total, seen.mixed, seen.squared)
+        found = found._replace(variances=jnp.where(used, variance, 0.0))
     found = jax.tree.map(lambda x: x.reshape(targets.shape), found)
     normalizers = (seen.top + log_total).reshape(targets.shape)
     return found, (hidden, kernel, targets, normalizers, found.entropies)
@@ -473,20 +450,22 @@ def _forward_chunks(
     def one(xs: tuple[jax.Array, jax.Array]) -> tuple[_Found, jax.Array]:
         chunk, target = xs
         logits, _ = capped(chunk, weights, settings, kernel.shape[1])
+        logits = _kept(logits, settings.keep)
         # All relative to the largest logit, so that large logits do not cancel.
         top = logits.max(-1, keepdims=True)
-        exp = jnp.exp(logits - top)
-        total = exp.sum(-1)
+        relative = logits - top
+        exp = jnp.exp(relative)
+        total, mixed = exp.sum(-1), (exp * relative).sum(-1)
         used = target >= 0
-        chosen = jnp.take_along_axis(logits - top, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
+        chosen = jnp.take_along_axis(relative, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
         logps = jnp.where(used, chosen - jnp.log(total), 0.0)
         entropies = jnp.zeros_like(total)
         if settings.entropy:
-            mean = (exp * (logits - top)).sum(-1) / total
-            entropies = jnp.where(used, jnp.log(total) - mean, 0.0)
+            entropies = jnp.where(used, jnp.log(total) - mixed / total, 0.0)
         found = _Found(logps, entropies)
         if settings.moments:
-            found = _with_moments(found, _sums(logits - top), used)
+            variance = _variance(total, mixed, _squared(exp, relative))
+            found = found._replace(variances=jnp.where(used, variance, 0.0))
         return found, top[..., 0] + jnp.log(total)
 
     length = hidden.shape[1]

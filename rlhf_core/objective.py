@@ -58,14 +58,21 @@ def trained_logps(
 
 
 def trained_moments(
-    model: Definition, params: Any, batch: Packed, *, temperature: float = 1.0, replay: bool = False
+    model: Definition,
+    params: Any,
+    batch: Packed,
+    *,
+    temperature: float = 1.0,
+    replay: bool = False,
+    keep: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Moments:
     """Compute what `trained_logps` does with entropies, and the moments that the sampling test needs, in one pass.
 
     Gradients come through log-probabilities and entropies alone. `Moments.named` returns all as values of an objective.
+    keep: `SamplingTest.keep`, for moments of the distribution that filters leave, without a gradient.
     """
     states, kernel, targets, options = _head(model, params, batch, temperature, replay=replay)
-    return token_moments(states, kernel, targets, **options)
+    return token_moments(states, kernel, targets, keep=keep, **options)
 
 
 def _head(

@@ -46,7 +46,7 @@ class RolloutOptions:
     max_rounds: above 1, groups whose rewards are all equal are replaced by the groups of the next prompts, in at most
         that many rounds (dynamic sampling; DAPO, Yu et al. 2025, section 3.2). Surplus groups are dropped; where the
         rounds give too few, equal groups, first sampled first, fill the rollout up. Metrics cover everything that was
-        sampled, since those of the kept groups alone would say nothing about the policy.
+        sampled, since those of the kept groups alone would say nothing about the policy; so does the sampling test.
     sampler: the component that draws; None: the core's. environment: of the stage's episodes, if any.
     policy: the name of the model that samples, where the state holds several.
     ahead: how many rollouts are sampled ahead of the one that is trained on. journal: how long the rollouts stay on
@@ -161,6 +161,8 @@ class RolloutCollector:
             kept += int((~_without_difference(parts[-1])).sum())
         whole = Rollout.join(parts)
         metrics = self.metrics(whole)
+        versions = np.full(len(whole.total), version, np.int32)
+        whole = replace(whole, samples=whole.samples._replace(version=versions))
         metrics |= {f"rewards/{label}/failed": float(count) for label, count in failed.items()}
         if self.options.max_rounds > 1:
             equal, filled_up = _without_difference(whole), max(wanted - kept, 0)
@@ -177,11 +179,10 @@ class RolloutCollector:
                     "or too hard for "
                     "the policy, or the reward is too coarse"
                 )
-            order = np.argsort(equal, kind="stable")[:wanted]
-            whole = whole.take(np.sort(order))
-        versions = np.full(len(whole.total), version, np.int32)
-        samples = whole.samples._replace(version=versions)
-        return replace(whole, samples=samples, number=number, rounds=len(parts), metrics=metrics)
+            order = np.argsort(equal, kind="stable")
+            rest = whole.take(np.sort(order[wanted:])) if self.options.test and len(order) > wanted else None
+            whole = replace(whole.take(np.sort(order[:wanted])), dropped=rest)
+        return replace(whole, number=number, rounds=len(parts), metrics=metrics)
 
     def sample(
         self,

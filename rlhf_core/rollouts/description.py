@@ -57,6 +57,8 @@ class PlannedRollouts:
             tokens=sampled * length + sampled // group * longest,
         )
         journal += sampled * length * self._route_bytes
+        # What dynamic sampling drops is kept for the sampling test.
+        journal *= rounds if options.test is not None else 1
         rollout = f"a rollout is {counted(per_rollout, 'prompts')} × {counted(group, 'completions')}"
         rollout += f" = {per_rollout * group:,}"
         if rounds > 1:
@@ -77,8 +79,10 @@ class PlannedRollouts:
         lines = [self._report, *self._columns, rollout, updates, tokens, kept]
         if options.test is not None:
             values = most_value_bytes(rollouts=-(-total // serves), tokens=sampled * length)
-            tested = plan_test(options.test, options.sampling, max_rounds=rounds, ahead=options.ahead)
+            tested = plan_test(options.test, options.sampling, ahead=options.ahead)
             lines.append(f"{tested}; values/ takes at most {format_bytes(values)}")
+        else:
+            lines.append("sampling test: none: this trainer does not read its completions for one")
         if options.ahead:
             lines.append(
                 f"rollouts are sampled {options.ahead} ahead: a policy {options.ahead * serves} to "

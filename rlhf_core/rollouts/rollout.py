@@ -33,6 +33,8 @@ VALUE = "value_"
 """Precedes the names of `Rollout.token_values` in a checkpoint."""
 EPISODES = "episodes_"
 """Precedes the names of the arrays of `Conversations` in a checkpoint."""
+DROPPED = "dropped_"
+"""Precedes the names of the arrays of `Rollout.dropped` in a journal."""
 ARRAYS = ("prompts", "rewards", "total", "advantages")
 SAMPLED = {"tokens": "<i4", "lengths": "<i4", "logps": "<f4", "finished": "?", "mask": "?", "version": "<i4"}
 """The arrays that `digest` reads, and their types."""
@@ -183,6 +185,7 @@ class Rollout:
         prompts. The samples then have the environment's tokens too, outside their mask.
     prompt_ids: int32 [n] each, the tokens that completions continue, whose row may have been corrected since; empty
         for episodes.
+    dropped: what dynamic sampling left out, where a sampling test reads it.
     """
 
     prompts: NDArray[np.int64]
@@ -199,6 +202,7 @@ class Rollout:
     conversations: Conversations | None = None
     samples_read: Sequence[Mapping[str, Any]] = ()
     prompt_ids: Sequence[Ints] = ()
+    dropped: Rollout | None = None
 
     @property
     def group(self) -> int:
@@ -370,6 +374,11 @@ class Rollout:
                 if self.prompt_ids
                 else {}
             ),
+            **(
+                {}
+                if self.dropped is None
+                else {f"{DROPPED}{name}": array for name, array in self.dropped.arrays().items()}
+            ),
         }
 
     @classmethod
@@ -381,6 +390,9 @@ class Rollout:
         samples = Rollouts(**{name: np.asarray(arrays[f"samples_{name}"]) for name in there})
         values = {key.removeprefix(VALUE): np.asarray(arrays[key]) for key in arrays if key.startswith(VALUE)}
         prompts, rewards, total, advantages = (np.asarray(arrays[name]) for name in ARRAYS)
+        left_out = {
+            name.removeprefix(DROPPED): array for name, array in arrays.items() if name.startswith(DROPPED)
+        }
         return cls(
             prompts,
             samples,
@@ -395,6 +407,7 @@ class Rollout:
             prompt_ids=_split(np.asarray(arrays["prompt_ids"]), np.asarray(arrays["prompt_lengths"]))
             if "prompt_ids" in arrays
             else (),
+            dropped=cls.from_arrays(left_out, number=number, rounds=rounds, metrics={}) if left_out else None,
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:

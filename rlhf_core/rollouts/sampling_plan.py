@@ -26,29 +26,38 @@ class SamplingTestOptions:
     also: str = ""
 
 
-def not_applicable(sampling: SamplingOptions, max_rounds: int) -> str | None:
-    """Return why completions cannot be held to the trainer's distribution; None: they can."""
-    filters = {
+EVERY = 8
+"""With filters, one of so many prompts is read, in a pass of its own."""
+
+
+def filters_of(sampling: SamplingOptions) -> list[str]:
+    """Name the options that leave out tokens."""
+    acting = {
         "top_k": sampling.top_k is not None,
         "top_p": sampling.top_p < 1,
         "min_p": bool(sampling.min_p),
-        "repetition_penalty": sampling.repetition_penalty != 1,
     }
-    acting = [f"sampling.{name}" for name, acts in filters.items() if acts]
-    if acting:
-        return f"with {' and '.join(acting)} tokens are drawn from another distribution than the trainer's"
-    if max_rounds > 1:
-        return "dynamic_sampling drops groups by their rewards, which are not read"
-    return None
+    return [f"sampling.{name}" for name, acts in acting.items() if acts]
 
 
-def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, max_rounds: int, ahead: int) -> str:
+def not_applicable(sampling: SamplingOptions) -> str | None:
+    """Return why completions cannot be held to the trainer's distribution; None: they can."""
+    if sampling.repetition_penalty == 1:
+        return None
+    return "with sampling.repetition_penalty tokens are drawn from another distribution than the trainer's"
+
+
+def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int) -> str:
     """Say what a stage will test, and what that costs."""
-    reason = not_applicable(sampling, max_rounds)
+    reason = not_applicable(sampling)
     if reason is not None:
         return f"sampling test: not applicable: {reason}"
     pass_ = "the training pass" if options.read_by == "update" else "the pass before a rollout's first update"
-    line = f"sampling test: every sampled token, in {pass_}"
+    filters = " and ".join(filters_of(sampling))
+    if filters:
+        line = f"sampling test: one of {EVERY} prompts, in a further pass without gradient, with {filters}"
+    else:
+        line = f"sampling test: every sampled token, in {pass_}"
     if options.also:
         line += f"; in a further pass without gradient {options.also}"
     if ahead:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_core.errors import warn
 from rlhf_core.fit import Action
+from rlhf_core.logprobs import NEVER
 from rlhf_core.rollouts.rollout import Rollout
-from rlhf_core.rollouts.sampling_plan import SamplingTestOptions, not_applicable
+from rlhf_core.rollouts.sampling_plan import EVERY, SamplingTestOptions, filters_of, not_applicable
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
+from rlhf_core.sampling.filters import filtered
 from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
 
 if TYPE_CHECKING:
@@ -25,8 +29,8 @@ if TYPE_CHECKING:
 FOLDER = "values"
 LIMIT = math.log(1e9)
 """The log of the evidence that ends a run: an honest sampler reaches it with a probability of at most 1e-9."""
-KEPT = 3
-"""How many of MOMENTS are written per token: log-probability, entropy and variance."""
+MOST_OUTSIDE = 1e-3
+"""Share of tokens outside of what the filters allow, by rounding, above which they are warned of."""
 COLUMNS = 5 + len(LAMBDAS)
 """Of `sums`: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS."""
 
@@ -68,14 +72,20 @@ class SamplingTest:
     that depend on each other. What may end a run is `Evidence`, of bets that are fair as long as the sampler is honest
     within the tolerance.
 
-    For a rollout come `begin`, then `add` until every sampled token is known, then `finish`.
+    For a rollout come `begin`, then `add` until every sampled token is known, and `add_further` for what `further` asks
+    for, then `finish`.
+
+    keep: what the filters of sampling leave of masses, for `trained_moments`, where there are filters. These are what
+    tokens are drawn from, and moments of the trainer's distribution are no use for bets.
     """
 
     def __init__(self, collector: RolloutCollector, options: SamplingTestOptions) -> None:
         sampled = collector.options
         self.stage: Stage = collector.stage
         self.options = options
-        self.applies = not_applicable(sampled.sampling, sampled.max_rounds) is None
+        self.applies = not_applicable(sampled.sampling) is None
+        self.filters = filters_of(sampled.sampling)
+        self.keep = partial(filtered, options=sampled.sampling) if self.filters else None
         self.acts = bool(
             self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
         )
@@ -87,17 +97,31 @@ class SamplingTest:
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._awaited: NDArray[np.bool_] = self._sampled
         self._found: dict[str, NDArray[np.float32]] = {}
+        self._further: list[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]] = []
+        """Tokens that `further` asked for: their engines and versions [tokens, 2], and their moments."""
+        self._warned = False
         self._sums = np.zeros((0, COLUMNS))
         """Of the rollout that was finished last."""
         self._wrote = False
 
     @property
     def actions(self) -> list[Action]:
-        """What takes the moments from updates, where these compute them; without a test, those alone that are kept."""
+        """What takes the moments from updates, where these compute them."""
         if self.options.read_by == "rollout":
             return []
-        names = MOMENTS if self.applies else MOMENTS[:KEPT]
-        return [Action(1, self._take, "watch", values=dict.fromkeys(names, "token"), name="sampling test")]
+        return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
+
+    @staticmethod
+    def sampled(rollout: Rollout) -> NDArray[np.bool_]:
+        """Mark every token that the sampler drew, bool [N, C], those of failed episodes included, which no mask has."""
+        said = rollout.conversations
+        if said is None:
+            return np.asarray(rollout.samples.mask, np.bool_)
+        sampled = np.zeros(rollout.samples.mask.shape, np.bool_)
+        for row, turns in zip(sampled, said.turns, strict=True):
+            for turn in turns:
+                row[turn.start : turn.end] = True
+        return sampled
 
     def begin(self, rollout: Rollout, awaited: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Begin with a rollout; return its sampled tokens, bool [N, C].
@@ -105,14 +129,43 @@ class SamplingTest:
         awaited: bool [N, C], the tokens whose moments come from the update.
         """
         self._rollout, self._awaited = rollout, awaited
-        self._sampled = sampled_tokens(rollout)
+        self._sampled = self.sampled(rollout)
         self._found = {name: np.full(self._sampled.shape, np.nan, np.float32) for name in MOMENTS}
+        self._further = []
         return self._sampled
 
     def add(self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
         """Take the moments of these tokens, bool [N, C]: {name: an array for each sequence}, in their order."""
         for name, values in moments.items():
-            self._found[name][tokens] = np.concatenate([np.zeros(0, np.float32), *values])
+            self._found[name][tokens] = _joined(values)
+
+    def further(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
+        """Return whose tokens, bool [N, C], are to be read besides, with `keep`: of what dynamic sampling left out, and
+        with filters those of some prompts alone, which go by their numbers, since a choice that sees what was sampled
+        would make bets unfair.
+        """
+        rollout = self._rollout
+        assert rollout is not None
+        dropped = [] if rollout.dropped is None else [rollout.dropped]
+        if not self.applies:
+            return []
+        if self.keep is None:
+            return [(part, self.sampled(part)) for part in dropped]
+        found = []
+        for part in (rollout, *dropped):
+            chosen = np.repeat(part.prompts % EVERY == rollout.number % EVERY, part.group)
+            found.append((part, self.sampled(part) & chosen[:, None]))
+        return found
+
+    def add_further(
+        self,
+        part: Rollout,
+        tokens: NDArray[np.bool_],
+        moments: Mapping[str, Sequence[NDArray[Any]]],
+    ) -> None:
+        """Take the moments of tokens that `further` returned, as `add` does."""
+        found = {name: _joined(values) for name, values in moments.items()}
+        self._further.append((_places(part, tokens), found))
 
     def finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
@@ -121,18 +174,36 @@ class SamplingTest:
         """
         assert self._rollout is not None
         rollout, self._rollout = self._rollout, None
-        samples = rollout.samples
-        moments = {name: values[self._sampled] for name, values in self._found.items()}
-        owners = np.nonzero(self._sampled)[0]
         sums = np.zeros((0, COLUMNS))
+        outside: dict[str, float] = {}
         if self.applies:
-            places = np.stack([samples.engine[owners], samples.version[owners]], axis=1)
+            parts = self._further
+            if self.keep is None:
+                own = {name: values[self._sampled] for name, values in self._found.items()}
+                parts = [(_places(rollout, self._sampled), own), *parts]
+            places = np.concatenate([np.zeros((0, 2), np.int64), *(place for place, _ in parts)])
+            moments = {name: _joined([found[name] for _, found in parts]) for name in MOMENTS}
+            if self.keep is not None and len(places):
+                inside = moments["surprisal/logps"] > NEVER / 2
+                places = places[inside]
+                moments = {name: each[inside] for name, each in moments.items()}
+                outside["sampling/outside"] = 1 - float(inside.mean())
+                self._warn_of_outside(1 - float(inside.mean()), len(inside))
             sums = sum_moments(places, moments, self.options.tolerance)
         self._write(rollout, sums)
         self._found = {}
         self.evidence.bet(rollout.number, sums)
         self._sums = sums
-        return self._metrics(sums)
+        return {**self._metrics(sums), **outside}
+
+    def _warn_of_outside(self, share: float, count: int) -> None:
+        if share <= MOST_OUTSIDE or self._warned or not self.stage.is_main:
+            return
+        self._warned = True
+        warn(
+            f"stage '{self.stage.name}': {share:.2%} of {count:,} sampled tokens are none that "
+            f"{' and '.join(self.filters)} allow: the sampler filters otherwise, or not at all"
+        )
 
     def problem(self) -> str | None:
         """Return what is wrong with the rollout that was finished last; None: nothing is known."""
@@ -214,16 +285,16 @@ def remove_from(folder: Path, number: int) -> None:
             attempt(path.unlink, path.name, path)
 
 
-def sampled_tokens(rollout: Rollout) -> NDArray[np.bool_]:
-    """Mark every token that the sampler drew, bool [N, C], those of failed episodes included, which no mask has."""
-    said = rollout.conversations
-    if said is None:
-        return np.asarray(rollout.samples.mask, np.bool_)
-    sampled = np.zeros(rollout.samples.mask.shape, np.bool_)
-    for row, turns in zip(sampled, said.turns, strict=True):
-        for turn in turns:
-            row[turn.start : turn.end] = True
-    return sampled
+def _places(rollout: Rollout, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return engine and version of each of these tokens, bool [N, C], as int64 [tokens, 2]."""
+    owners = np.nonzero(tokens)[0]
+    samples = rollout.samples
+    return np.stack([samples.engine[owners], samples.version[owners]], axis=1).astype(np.int64)
+
+
+def _joined(values: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Join the values of sequences, of which there may be none."""
+    return np.concatenate([np.zeros(0, np.float32), *values])
 
 
 def sum_moments(

@@ -7,10 +7,25 @@ is never sampled. Masses need not sum to 1, so that a filter is one comparison a
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+if TYPE_CHECKING:
+    from rlhf_core.sampling import SamplingOptions
+
+
+def filtered(mass: jax.Array, options: SamplingOptions) -> jax.Array:
+    """Set the masses [..., V] of tokens to 0 that the filters of the options do not allow, in the sampler's order."""
+    if options.top_k is not None:
+        mass = top_k_filter(mass, options.top_k)
+    if options.top_p < 1:
+        mass = top_p_filter(mass, options.top_p)
+    if options.min_p:
+        mass = min_p_filter(mass, options.min_p)
+    return mass
 
 
 def repetition_penalty(logits: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:

@@ -12,10 +12,10 @@ from jax import lax
 from rlhf_core.logprobs import unembed, without
 from rlhf_core.models import Definition
 from rlhf_core.sampling.filters import (
+    filtered,
     min_p_filter,
     repetition_penalty,
     sample_token,
-    top_k_filter,
     top_k_rows_filter,
     top_p_filter,
 )
@@ -188,13 +188,7 @@ def _choose(
     if greedy:
         token = jnp.argmax(preferred, axis=-1).astype(jnp.int32)
     else:
-        if options.top_k is not None:
-            mass = top_k_filter(mass, options.top_k)
-        if options.top_p < 1:
-            mass = top_p_filter(mass, options.top_p)
-        if options.min_p:
-            mass = min_p_filter(mass, options.min_p)
-        token = sample_token(mass, uniforms)
+        token = sample_token(filtered(mass, options), uniforms)
     return token, jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0] - normalizer
 
 
@@ -213,14 +207,14 @@ def _choose_own(
     mass = jnp.exp(policy)
     normalizer = jnp.log(mass.sum(-1))
 
-    def filtered(mass: jax.Array) -> jax.Array:
+    def of_rows(mass: jax.Array) -> jax.Array:
         mass = top_k_rows_filter(mass, own.top_k[:, None])
         p = own.top_p[:, None]
         mass = jnp.where(p < 1, top_p_filter(mass, p), mass)
         return min_p_filter(mass, own.min_p[:, None])
 
     filters = (own.top_k < logits.shape[-1]) | (own.top_p < 1) | (own.min_p > 0)
-    mass = lax.cond((filters & active).any(), filtered, lambda mass: mass, mass)
+    mass = lax.cond((filters & active).any(), of_rows, lambda mass: mass, mass)
     token = lax.cond(
         (greedy & active).any(),
         lambda drawn: jnp.where(greedy, jnp.argmax(policy, axis=-1).astype(jnp.int32), drawn),

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from rlhf_core.surprisal import LAMBDAS, MOMENTS
+from rlhf_core.surprisal import MOMENTS
 
 LENGTH, DIM = 7, 16
 
@@ -77,6 +77,4 @@ def moments(
         found["surprisal/logps"][row, k] = log_p[targets[row, k]]
         found["surprisal/entropies"][row, k] = entropy
         found["surprisal/variances"][row, k] = (p * log_p[present] ** 2).sum() - entropy**2
-        for exponent, name in zip(LAMBDAS, MOMENTS[3:], strict=True):
-            found[name][row, k] = np.log((p ** (1 + exponent)).sum())
     return found

@@ -255,8 +255,9 @@ class GRPOConfig(RolloutConfig):
     def sampling_test(self) -> SamplingTestOptions:
         """How the sampler is tested: by the training pass, where it reads all tokens as the sampler did."""
         tolerance = self.limits.surprisal_gap
+        dropped = "the groups that dynamic_sampling drops" if self.dynamic_sampling is not None else ""
         if self.updates_per_rollout > 1:
-            return SamplingTestOptions(tolerance, "rollout")
+            return SamplingTestOptions(tolerance, "rollout", dropped)
         if self.lora is not None and self.lora.dropout:
             return SamplingTestOptions(
                 tolerance, "rollout", "every token, since lora.dropout acts in training"
@@ -267,7 +268,8 @@ class GRPOConfig(RolloutConfig):
             else ""
         )
         failed = "the tokens of failed episodes" if self.environment is not None else ""
-        return SamplingTestOptions(tolerance, "update", " and ".join(filter(None, (cut, failed))))
+        also = [each for each in (cut, failed, dropped) if each]
+        return SamplingTestOptions(tolerance, "update", " and ".join(also))
 
     @property
     def prompts_per_rollout(self) -> int:

@@ -74,9 +74,10 @@ def build(config: GRPOConfig, context: Context) -> Build:
     model, layout = choose_rollout_rows(context, policy, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
     moments = partial(trained_moments, model.definition, temperature=temperature)
-    policies = PolicyReader(config, logps, reference, layout, context.mesh, collector.routes, moments)
-    context.ahead(policies.compile, model.params)
     test = SamplingTest(collector, config.sampling_test)
+    drawn = None if test.keep is None else partial(moments, keep=test.keep)
+    policies = PolicyReader(config, logps, reference, layout, context.mesh, collector.routes, moments, drawn)
+    context.ahead(policies.compile, model.params)
     updates = RolloutUpdates(
         context,
         collector,
@@ -237,26 +238,35 @@ class GRPOSteps:
     ) -> Rollout:
         """Begin the sampling test of a rollout; return it, with the metrics of a test that no update completes.
 
+        What dynamic sampling left out is read here, and is not part of what is returned.
+
         trained: the tokens that updates read; mask: those that were read, with the moments, which may be {}. Tokens
         that neither has are read here. Raises RunError where the completions are not drawn from the policy.
         """
         sampled = test.begin(rollout, trained)
         if moments:
             test.add(mask, moments)
-        known = mask if moments else trained
-        if (left := sampled & ~known).any():
-            trees = [
-                tree
-                for tree in rollout.trees(self.prompts, mask=left)
-                if any(weights.any() for weights in tree.weights or ())
-            ]
-            test.add(left, self.policies.read_moments(trees, state.params))
+        left = sampled & ~(mask if moments else trained)
+        if left.any():
+            test.add(left, self.policies.read_moments(self._trees(rollout, left), state.params))
+        for part, tokens in test.further():
+            trees = self._trees(part, tokens)
+            test.add_further(part, tokens, self.policies.read_moments(trees, state.params, drawn=True))
+        rollout = replace(rollout, dropped=None)
         if test.actions:
             return rollout
         metrics = test.finish()
         if (problem := test.problem()) is not None:
             raise RunError(f"stage '{self.collector.stage.name}': {problem}")
         return replace(rollout, metrics={**rollout.metrics, **metrics})
+
+    def _trees(self, rollout: Rollout, tokens: NDArray[np.bool_]) -> list[Tree]:
+        """Make trees of some tokens, bool [N, C], for a pass of their own."""
+        return [
+            tree
+            for tree in rollout.trees(self.prompts, mask=tokens)
+            if any(weights.any() for weights in tree.weights or ())
+        ]
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)
@@ -318,6 +328,7 @@ class PolicyReader:
     moments: of what it returns besides, those of the sampling test where no update computes them.
 
     logps, moments: (params, batch) → what `trained_logps` and `trained_moments` do; None: there is no sampling test.
+    drawn: as moments, of the distribution that tokens are drawn from, where that is another one.
     """
 
     def __init__(
@@ -329,6 +340,7 @@ class PolicyReader:
         mesh: Any,
         routes: jax.ShapeDtypeStruct | None = None,
         moments: Callable[..., Moments] | None = None,
+        drawn: Callable[..., Moments] | None = None,
     ) -> None:
         self.reference = reference
         self.names = (
@@ -338,13 +350,16 @@ class PolicyReader:
         )
         reads_moments = moments is not None and config.sampling_test.read_by == "rollout"
         self.moments = Moments.names() if reads_moments else ()
-        self._reader, self._moments = (
+        self._reader, self._moments, self._drawn = (
             TreeReader(partial(read_values, logps, of, names), layout, mesh, per="token", routes=routes)
             for of, names in (
                 (moments if reads_moments else None, (*self.names, *self.moments)),
                 (moments, Moments.names()),
+                (drawn, Moments.names()),
             )
         )
+        if drawn is None:
+            self._drawn = self._moments
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""
@@ -356,9 +371,12 @@ class PolicyReader:
         values: dict[str, list[NDArray[np.float32]]] = self._reader(self._policies(params), trees)
         return values
 
-    def read_moments(self, trees: Sequence[Tree], params: Any) -> dict[str, list[NDArray[np.float32]]]:
-        """Return the moments of the sampling test as `read` does its values."""
-        values: dict[str, list[NDArray[np.float32]]] = self._moments({"policy": params}, trees)
+    def read_moments(
+        self, trees: Sequence[Tree], params: Any, *, drawn: bool = False
+    ) -> dict[str, list[NDArray[np.float32]]]:
+        """Return the moments of the sampling test as `read` does its values; drawn: of what tokens are drawn from."""
+        reader = self._drawn if drawn else self._moments
+        values: dict[str, list[NDArray[np.float32]]] = reader({"policy": params}, trees)
         return values
 
     def _policies(self, params: Any) -> dict[str, Any]:

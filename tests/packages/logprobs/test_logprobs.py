@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import pytest
 
 from rlhf_core import logprobs
 from rlhf_core.logprobs import token_logps, token_moments
+from rlhf_core.sampling import SamplingOptions
+from rlhf_core.sampling.filters import filtered
 from tests.shared import logprob_cases as cases
 
 problem, reference = cases.problem, cases.reference
@@ -112,6 +115,40 @@ def test_moments_equal_float64_and_leave_values_and_gradients_as_they_are(
         jax.tree.leaves((found[:2], gradients)), jax.tree.leaves((plain, plain_gradients)), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cut", [{}, {"at_once": ("tokens", 3)}, {"kernel": None}], ids=str)
+def test_moments_of_what_filters_leave_equal_float64(cut: dict[str, Any]) -> None:
+    """The six likeliest tokens, of these until 90 %, and none with less than a twentieth of the largest."""
+    hidden, kernel, targets, _, _ = problem()
+    logits = np.asarray(hidden, np.float64) @ np.asarray(kernel, np.float64) / 1.3
+    given = (hidden @ kernel, None) if "kernel" in cut else (hidden, kernel)
+    found = token_moments(
+        *given,
+        targets,
+        temperature=1.3,
+        keep=partial(filtered, options=SamplingOptions(top_k=6, top_p=0.9, min_p=0.05)),
+        at_once=cut.get("at_once"),
+    )
+    outside = 0
+    for row, k in zip(*np.nonzero(targets >= 0), strict=True):
+        masses = np.exp(logits[row, k])
+        six = np.argsort(-masses)[:6]
+        before = np.cumsum(masses[six]) - masses[six]
+        kept = six[(before < 0.9 * masses[six].sum()) & (masses[six] >= 0.05 * masses.max())]
+        p = masses[kept] / masses[kept].sum()
+        entropy = -(p * np.log(p)).sum()
+        np.testing.assert_allclose(found.entropies[row, k], entropy, atol=1e-5)
+        np.testing.assert_allclose(
+            found.variances[row, k], (p * np.log(p) ** 2).sum() - entropy**2, atol=2e-5
+        )
+        if targets[row, k] in kept:
+            expected = np.log(p[kept == targets[row, k]])
+            np.testing.assert_allclose(found.logps[row, k], expected[0], atol=1e-5)
+        else:
+            assert found.logps[row, k] < -1e29
+            outside += 1
+    assert 0 < outside < (targets >= 0).sum()
 
 
 def test_without_entropy_the_log_probs_and_their_gradient_are_the_same() -> None:

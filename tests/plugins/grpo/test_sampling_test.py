@@ -13,6 +13,7 @@ from rlhf_core.errors import RunError
 from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import open_run
 from rlhf_core.sampling import make_sampler
+from tests.shared import sampled_values
 from tests.shared.short_runs import Watch
 
 BASE = {
@@ -38,6 +39,7 @@ class Lies:
     @hookimpl
     def rlhf_register(self, registry):
         registry.add(SAMPLER, "greedy", lambda inputs: self.drawn(inputs, temperature=0.0))
+        registry.add(SAMPLER, "unfiltered", lambda inputs: self.drawn(inputs, top_k=None, top_p=1.0))
         registry.add(SAMPLER, "two_engines", self.two_engines)
 
     def drawn(self, inputs, **changes):
@@ -131,6 +133,29 @@ def test_every_sampled_token_is_read_with_the_policy_that_sampled_it(tiny, model
         assert row["sampling/surprisal_evidence"] < 0
 
 
+def of_seven_letters(prompts, completions):
+    """0 for other prompts, whose groups are equal."""
+    return [value * (len(prompt) == 7) for prompt, value in zip(prompts, early(completions), strict=True)]
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_what_dynamic_sampling_drops_is_read_too(tiny, model, tmp_path, train, iterations):
+    (row, *_) = train(
+        rewards=[of_seven_letters],
+        dynamic_sampling={"max_rounds": 3},
+        num_iterations=iterations,
+        max_training_steps=iterations,
+    )
+    (stage,) = open_run(tmp_path / "run").stages
+    (rollout,) = [entry.rollout for entry in stage.rollouts()]
+    (found,) = values(tmp_path / "run")
+    assert row["dynamic_sampling/dropped"] + row["dynamic_sampling/surplus"] == len(rollout.dropped.prompts)
+    table = np.concatenate([sampled_values.read(each, model) for each in (rollout, rollout.dropped)])
+    np.testing.assert_allclose(found["sums"], [[0, 0, *sampled_values.sums(table)]], rtol=1e-4)
+    assert len(found["trainer_logps"]) == rollout.samples.mask.sum() < len(table)
+    assert row["sampling/surprisal_evidence"] < 0
+
+
 def test_a_greedy_engine_ends_the_run_that_says_so_when_it_continues(train, tmp_path, capsys):
     begins = r"stopped after update 1 of 3: the completions are not drawn from the policy: over \d+ tokens of engine e0"
     with pytest.raises(
@@ -150,16 +175,52 @@ def test_with_several_updates_a_rollout_it_ends_before_the_first(train, tmp_path
 
 
 def test_what_only_logs(train, tmp_path):
-    """Without a tolerance, with other distributions than the trainer's, and where groups are dropped."""
+    """Without a tolerance, and with a penalty, whose distribution is not known."""
     rows = train(sampler="greedy", limits={"surprisal_gap": 0.0}, max_training_steps=2)
     assert min(row["sampling/surprisal_evidence"] for row in rows) > 9
     assert max(row["sampling/surprisal_gap"] for row in rows) < -0.5
-    for number, changes in enumerate(({"top_k": 5}, {"dynamic_sampling": {}})):
-        rows = train(at=str(number), max_training_steps=1, **changes)
-        assert not any(name.startswith("sampling/surprisal") for name in rows[0])
-        (found,) = values(tmp_path / str(number))
-        assert found["sums"].shape == (0, 11)
-        assert np.isfinite(found["trainer_logps"]).all()
+    rows = train(at="penalty", max_training_steps=1, repetition_penalty=1.1)
+    assert not any(name.startswith("sampling/surprisal") for name in rows[0])
+    (found,) = values(tmp_path / "penalty")
+    assert found["sums"].shape == (0, 11)
+    assert np.isfinite(found["trainer_logps"]).all()
+
+
+FILTERS = {"temperature": 0.9, "top_k": 8, "top_p": 0.95}
+
+
+@pytest.mark.filterwarnings("ignore:.*filtered distribution")
+def test_with_filters_some_prompts_are_held_to_what_these_leave(train, tmp_path):
+    rows = train(**FILTERS)
+    (stage,) = open_run(tmp_path / "run").stages
+    tested = 0
+    for row, entry, found in zip(rows, stage.rollouts(), values(tmp_path / "run"), strict=True):
+        rollout = entry.rollout
+        chosen = np.repeat(rollout.prompts % 8 == rollout.number, 8)
+        tokens = int(rollout.samples.mask[chosen].sum())
+        assert len(found["trainer_logps"]) == rollout.samples.mask.sum()
+        assert found["sums"][:, 2].tolist() == [tokens] * bool(tokens)
+        if not tokens:
+            continue
+        tested += 1
+        assert row["sampling/outside"] == 0
+        assert abs(row["sampling/surprisal_z"]) < 4
+        assert row["sampling/surprisal_evidence"] < 0
+        # Under the trainer's distribution tokens are likelier than it says.
+        unfiltered = -found["trainer_logps"] - found["entropies"]
+        assert unfiltered.sum() / np.sqrt(found["variances"].sum()) < -4
+    assert tested
+
+
+@pytest.mark.filterwarnings("ignore:.*filtered distribution")
+def test_an_engine_that_filters_otherwise(train):
+    with pytest.warns(
+        UserWarning, match=r"of [\d,]+ sampled tokens are none that sampling.top_k and .*top_p allow"
+    ):
+        rows = train(sampler="unfiltered", at="unfiltered", **FILTERS)
+    assert max(row.get("sampling/outside", 0) for row in rows) > 0.05
+    with pytest.raises(RunError, match="the completions are not drawn from the policy"):
+        train(sampler="greedy", max_completion_length=48, max_training_steps=6, **FILTERS)
 
 
 def test_the_engine_that_lies_is_named(train, tmp_path):
