@@ -220,6 +220,13 @@ FAULTS = {
         lambda run: change_rows(run / "policy" / "metrics.jsonl", lambda rows: rows.pop(1)),
         {"metrics rows"},
     ),
+    "a metrics row changed while the stage goes on": (
+        lambda run: (
+            change_record(run / "policy" / "stage.json", state="running", results={}),
+            change_rows(run / "policy" / "metrics.jsonl", lambda rows: rows[0].update(loss=0.5)),
+        ),
+        {"metrics rows"},
+    ),
     "a logged reward changed": (
         lambda run: change_rows(run / "policy" / "metrics.jsonl", lambda rows: rows[-1].update(reward=1.5)),
         {"metrics rows", "logged rewards"},
