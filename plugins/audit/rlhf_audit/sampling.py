@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -217,16 +217,30 @@ def trainer_against_sampler(subject: Subject) -> Check:
     where = f"{subject.journal_file(place)}"
     if subject.ahead:
         return skipped(name, "rollouts_ahead: the trainer has moved since the policy sampled", number_)
-    if numbers[0] == 0 and len(means) > 1:
-        later = float(np.median(means[1:]))
-        if later > OLDER * means[0] and later > means[0] + LEAST_OLDER:
-            why = (
-                f"{means[0]:.2g} nats per token in the first rollout and {later:.2g} in later ones: the sampler's "
-                "policy is an older one than the trainer's"
-            )
-            return Check(name, FAIL, number_, why, where, found)
+    first, later = _first_and_later(numbers, means)
+    if later > OLDER * first and later > first + LEAST_OLDER:
+        why = (
+            f"{first:.2g} nats per token in the first rollout and {later:.2g} in later ones: the sampler's "
+            "policy is an older one than the trainer's"
+        )
+        return Check(name, FAIL, number_, why, where, found)
     problem = far_problem(subject, mean)
     return Check(name, verdict_of(problem), number_, problem, where if problem else "", found)
+
+
+def first_and_later(subject: Subject) -> tuple[float, float]:
+    """Return how far sampler and trainer are apart in the first rollout, and at the median in later ones.
+
+    Nats per token; NaN where that is not known.
+    """
+    pairs = [(number, float(np.abs(said - thought).mean())) for number, said, thought in _pairs(subject)]
+    return _first_and_later([number for number, _ in pairs], [mean for _, mean in pairs])
+
+
+def _first_and_later(numbers: Sequence[int], means: Sequence[float]) -> tuple[float, float]:
+    if len(means) < 2 or numbers[0] != 0:
+        return math.nan, math.nan
+    return means[0], float(np.median(means[1:]))
 
 
 def far_problem(subject: Subject, mean: float) -> str:

@@ -157,6 +157,7 @@ class LyingEngine:
 
     def __init__(self, url, lie):
         self.lie, self.held, self.client = lie, [], httpx.Client(base_url=url, timeout=60)
+        self.tokenizer = ambiguous()
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -173,7 +174,7 @@ class LyingEngine:
                 self.end_headers()
                 self.wfile.write(answered)
 
-            do_GET = do_POST = answer
+            do_GET = do_POST = answer  # noqa: N815
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -210,10 +211,14 @@ class LyingEngine:
             if self.lie == "other_prompt_quietly":
                 choice["prompt_token_ids"] = body["prompt"][0]
             if self.lie == "encoded_again" and choice["finish_reason"] == "stop":
-                tokenizer, ids = ambiguous(), choice["token_ids"]
-                again = [*tokenizer.encode(tokenizer.decode(ids[:-1]), add_special_tokens=False), ids[-1]]
-                choice["token_ids"] = again
-                choice["logprobs"]["token_logprobs"] = logps[: len(again)]
+                ids = choice["token_ids"]
+                again = [
+                    *self.tokenizer.encode(self.tokenizer.decode(ids[:-1]), add_special_tokens=False),
+                    ids[-1],
+                ]
+                if len(again) <= body["max_tokens"]:
+                    choice["token_ids"] = again
+                    choice["logprobs"]["token_logprobs"] = [*logps, *logps[-1:] * 12][: len(again)]
         if self.lie == "sent_twice":
             choices[1] = {**choices[0], "index": 1}
 
