@@ -28,8 +28,9 @@ INTERVAL = 1.96
 OLDER, LEAST_OLDER = 4.0, 1e-3
 """How many times, and by how many nats, log-probabilities differ more than in the first rollout where the sampler holds
 an older policy: the first rollout has none."""
-FAR = 0.1
-"""Nats per token between sampler and trainer that no arithmetic explains."""
+ENGINES_TOLERANCE, ROLLOUT_SHARE = 0.2, 0.25
+"""The default of `sampler.probe_tolerance`, and the share of it by which a rollout's log-probabilities may be off on
+average: a run with engines holds them to it."""
 DIGITS = (1, 2, 3, 4)
 """Decimal places to which log-probabilities may have been rounded."""
 
@@ -245,7 +246,8 @@ def _first_and_later(numbers: Sequence[int], means: Sequence[float]) -> tuple[fl
 
 def far_problem(subject: Subject, mean: float) -> str:
     """Return what is wrong where sampler and trainer are apart by so much, nats per token; empty where nothing is."""
-    if mean <= FAR:
+    tolerance = float(subject.option("sampler.probe_tolerance") or ENGINES_TOLERANCE)
+    if mean <= ROLLOUT_SHARE * tolerance:
         return ""
     return "the sampler's log-probabilities are of another policy, temperature or tokens"
 

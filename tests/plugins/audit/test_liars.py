@@ -252,7 +252,6 @@ def test_an_engine_that_lies_is_named(lie, url, place, tmp_path):
         ended, checks = run_and_audit(place, tmp_path / "run", options)
     finally:
         engine.close()
-    print(lie, ended[:300], [(c.name, c.number, c.why) for c in checks.values() if c.verdict == "FAIL"])
     with suppress(KeyError):
         assert ENGINES_END[lie] in ended
     if lie == "other_prompt_quietly":
