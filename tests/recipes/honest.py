@@ -18,12 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
-# Programs this small run for milliseconds: what counts is the time to compile.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY))
-
 from rlhf_audit import Check, audit
 from rlhf_audit.sampling import first_and_later
 from rlhf_audit.subject import Subject
@@ -31,8 +25,8 @@ from rlhf_audit.subject import Subject
 from rlhf_core import run_pipeline
 from rlhf_core.errors import RunError
 from rlhf_core.runs import open_run
-from tests.shared import tiny
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 ALL = """
 dir = "run"
 seed = {seed}
@@ -152,6 +146,9 @@ def apart(directory: Path) -> tuple[float, float]:
 
 def prepare(place: Path) -> None:
     """Write the model and the data."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tests.shared import tiny
+
     tiny.make_model(scale=4.0).save(place / "lm")
     texts = tiny.texts(64)
     rows: dict[str, list[dict[str, Any]]] = {
@@ -171,6 +168,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--dir", type=Path)
     given = parser.parse_args()
+    # Programs this small run for milliseconds: what counts is the time to compile.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "rlhf-honest-cache"))
     place = given.dir or Path(tempfile.mkdtemp(prefix="rlhf-honest-"))
     place.mkdir(parents=True, exist_ok=True)
