@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from rlhf_audit.check import FAIL, PASS, Check, skipped, verdict_of
 from rlhf_audit.policies import KeptPolicies
-from rlhf_audit.sampling import LAMBDAS, far_problem, ids_of_text, test_sums
+from rlhf_audit.sampling import far_problem, ids_of_text, test_sums
 from rlhf_audit.subject import Subject
 from rlhf_core import SAMPLER, InputError, RunError, SamplerInputs, Stage
-from rlhf_core.objective import Moments
 from rlhf_core.rollouts import Rollout
+from rlhf_core.rollouts.sampling_test import sum_moments
 
 LAGS = (1, 2, 3)
 """By how many rollouts a sampler's policy may be late, in the hypotheses that are tried."""
@@ -70,8 +70,6 @@ class Exact:
             return "the stage samples nothing"
         if isinstance(self.stage, str):
             return self.stage
-        if self.subject.filtered:
-            return f"{self.subject.filtered} draws from another distribution than the policy's"
         try:
             return KeptPolicies(self.subject, self.stage)
         except (InputError, RunError) as error:
@@ -112,6 +110,8 @@ class Exact:
         name, read = "sampling test, exact", self.read
         if isinstance(read, str):
             return skipped(name, read)
+        if self.subject.filtered:
+            return skipped(name, f"{self.subject.filtered} draws from another distribution than the policy's")
         if self.subject.option("dynamic_sampling") is not None:
             return skipped(
                 name, "dynamic_sampling drops groups by their rewards, which the journal does not have"
@@ -147,7 +147,7 @@ class Exact:
             last = next(each for each in reversed(compared) if what in each.others)
             version, rollout = last.others[what], last.read.rollout.number
             why = (
-                f"the sampler's policy is {what}: in rollout {rollout} its log-probabilities are those of the policy "
+                f"the sampler's policy is {what}: in rollout {rollout} its log-probabilities fit the policy "
                 f"after update {version}, and the journal says {last.read.version} ({gain / tokens:.2g} nats per token "
                 "nearer)"
             )
@@ -270,18 +270,9 @@ def _nearest(compared: Sequence[Compared]) -> tuple[str, float] | None:
 
 def _sums(each: Read, tolerance: float) -> NDArray[np.float64]:
     """Sum the moments of a rollout by engine, float64 [engines, 11], with the columns of `test_sums`."""
-    logps, entropies, variances, *powers = (each.moments[name].astype(np.float64) for name in Moments.names())
     engines = np.asarray(each.rollout.samples.engine)[np.nonzero(each.tokens)[0]]
-    bets = [
-        exponent * logps - power - abs(exponent) * tolerance
-        for exponent, power in zip(LAMBDAS, powers, strict=True)
-    ]
-    columns = np.stack([np.ones(len(logps)), -logps - entropies, variances, *bets], axis=1)
-    rows = [
-        [float(engine), float(each.version), *columns[engines == engine].sum(0)]
-        for engine in np.unique(engines).tolist()
-    ]
-    return np.array(rows)
+    places = np.stack([engines, np.full(len(engines), each.version)], axis=1)
+    return sum_moments(places, each.moments, tolerance)
 
 
 def log_at_most(theirs: int, total: int, ours: int, drawn: int) -> float:
