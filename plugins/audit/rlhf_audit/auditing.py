@@ -125,9 +125,9 @@ def _checks(
     ]
     if options.exact:
         # What reads policies is imported where it is asked for.
-        from rlhf_audit.exact import Exact
+        from rlhf_audit.exact import ExactChecks
 
-        checks += Exact(subject, opened).checks()
+        checks += ExactChecks(subject, opened).checks()
     if options.replay:
         checks.append(("replay", partial(replay_check, subject, options.replay, options.plugins)))
     found = [_run(name, check) for name, check in checks]

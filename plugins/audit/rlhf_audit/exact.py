@@ -41,7 +41,7 @@ class Read(NamedTuple):
     moments: dict[str, NDArray[np.float32]]
 
 
-class Compared(NamedTuple):
+class Distances(NamedTuple):
     """How far what the sampler said of a rollout's tokens is from policies.
 
     own: of the journal's, nats, float64 [tokens]. others: the version of each hypothesis. gains: {version: by how much
@@ -54,7 +54,7 @@ class Compared(NamedTuple):
     gains: dict[int, NDArray[np.float64]]
 
 
-class Exact:
+class ExactChecks:
     """The checks of a stage with the policies that are still kept.
 
     Rollouts whose policy is kept are read once, when the first check asks for them.
@@ -156,7 +156,7 @@ class Exact:
         problem = far_problem(self.subject, mean)
         return Check(name, verdict_of(problem), number, problem, where if problem else "", values)
 
-    def _compare(self, each: Read) -> Compared:
+    def _compare(self, each: Read) -> Distances:
         """Compare what the sampler said of a rollout with the policy of the journal, and with older ones."""
         assert isinstance(self.policies, KeptPolicies)
         kept = self.policies.places
@@ -170,7 +170,7 @@ class Exact:
             found = self.policies.moments(version, each.rollout, each.tokens)["surprisal/logps"]
             nearer = own - np.abs(said - found)[known]
             gains[version] = np.asarray(np.bincount(rows, nearer), np.float64)
-        return Compared(each, own, others, gains)
+        return Distances(each, own, others, gains)
 
     def _older(self, version: int) -> dict[str, int]:
         """Name the older policies that a sampler may have held instead of one: {what it would be: version}."""
@@ -254,7 +254,7 @@ def sampled_tokens(rollout: Rollout) -> NDArray[np.bool_]:
     return sampled
 
 
-def _nearest(compared: Sequence[Compared]) -> tuple[str, float] | None:
+def _nearest(compared: Sequence[Distances]) -> tuple[str, float] | None:
     """Return the hypothesis whose policies are nearest, with its gain in nats; None where the journal's are."""
     found: dict[str, float] = {}
     for what in dict.fromkeys(what for each in compared for what in each.others):
