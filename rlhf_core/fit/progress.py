@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 
+from rlhf_core.artifacts import hash_file
 from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
 from rlhf_core.fit.best import BEST, Best, saved_form
@@ -221,6 +222,7 @@ class Progress:
             "best": self.best.to_json(),
             "metrics": {name: float(x) if math.isfinite(x) else None for name, x in self.metrics.items()},
             "reported": reported,
+            "logged": self._logged() if reported else None,
             "optimizer_state": self.options.optimizer_state,
         }
         trained = state.trained()
@@ -239,6 +241,14 @@ class Progress:
             before=flush_metrics,
         )
         self.newest, self.saved_at = step, time.perf_counter()
+
+    def _logged(self) -> tuple[int, str] | None:
+        """Return the size and the hash of the rows that are logged so far; None without any.
+
+        A row that is changed later no longer fits any checkpoint after it.
+        """
+        path = self.stage.dir / METRICS
+        return (path.stat().st_size, hash_file(path)) if path.is_file() else None
 
     def due(self, count: int) -> bool:
         """Return whether the config asks for a checkpoint after `count` updates."""

@@ -36,15 +36,18 @@ def audit(
     *,
     stage: str | None = None,
     replay: int = 0,
+    exact: bool = False,
     call: bool = False,
     plugins: Sequence[Path] = (),
 ) -> dict[str, list[Check]]:
     """Check the stages of a run; return {stage: its checks}.
 
-    stage: the only one to check. replay: how many updates to train again. call: call rewards again that
-    cost something, too. plugins: files with components and hooks.
+    stage: the only one to check. replay: how many updates to train again. exact: read sampled tokens again
+    with the policies that are kept. call: call rewards again that cost something, too. plugins: files
+    with components and hooks.
     Raises InputError where `run` is no run directory, or has no such stage.
     """
     from rlhf_audit import auditing
 
-    return auditing.audit(run, stage=stage, options=auditing.AuditOptions(replay, call, plugins))
+    options = auditing.AuditOptions(replay, exact, call, plugins)
+    return auditing.audit(run, stage=stage, options=options)

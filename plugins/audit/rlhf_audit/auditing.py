@@ -42,11 +42,12 @@ RESOLVED = "pipeline.resolved.toml"
 class AuditOptions:
     """What an audit does besides reading files.
 
-    replay: updates that are trained again; 0: none. call: call rewards that cost something, too. plugins: files
-    with components.
+    replay: updates that are trained again; 0: none. exact: read sampled tokens again with the policies that are kept.
+    call: call rewards that cost something, too. plugins: files with components.
     """
 
     replay: int = 0
+    exact: bool = False
     call: bool = False
     plugins: Sequence[Path] = ()
 
@@ -122,6 +123,11 @@ def _checks(
         ("held-out prompts", partial(held_out, subject)),
         ("evaluations", partial(evaluations, subject)),
     ]
+    if options.exact:
+        # What reads policies is imported where it is asked for.
+        from rlhf_audit.exact import ExactChecks
+
+        checks += ExactChecks(subject, opened).checks()
     if options.replay:
         checks.append(("replay", partial(replay_check, subject, options.replay, options.plugins)))
     found = [_run(name, check) for name, check in checks]

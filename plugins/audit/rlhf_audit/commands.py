@@ -19,6 +19,10 @@ def audit(
         int,
         typer.Option("--replay", metavar="N", min=0, help="Train so many updates again, from a checkpoint."),
     ] = 0,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Read sampled tokens again, with the policies that are kept."),
+    ] = False,
     call: Annotated[
         bool, typer.Option("--call", help="Call rewards again that cost something, too.")
     ] = False,
@@ -29,7 +33,7 @@ def audit(
     from rlhf_audit import auditing
     from rlhf_core.runtime.terminal import echo
 
-    options = auditing.AuditOptions(replay, call, plugin or ())
+    options = auditing.AuditOptions(replay, exact, call, plugin or ())
     # What a stage says while it is trained again is not part of the answer.
     with redirect_stdout(sys.stderr):
         found = auditing.audit(run, stage=stage, options=options)

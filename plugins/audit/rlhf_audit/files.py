@@ -230,7 +230,7 @@ def _find_ledger(saved: Any) -> Mapping[str, Any] | None:
 
 
 def metrics(subject: Subject) -> Check:
-    """Check the rows of metrics.jsonl: their order, and their hash in the record of a stage that is done."""
+    """Check the rows of metrics.jsonl: their order, and their hashes in checkpoints and in the record of a stage."""
     name = "metrics rows"
     path = subject.dir / METRICS
     if not path.is_file():
@@ -246,14 +246,33 @@ def metrics(subject: Subject) -> Check:
                 f"step {other} follows step {one}",
                 f"{path}, line {row + 1}",
             )
-    number = f"{len(logged)} rows"
+    content = path.read_bytes()
+    known = dict(_digests(subject))
     recorded = ((subject.stage.spec.get("results") or {}).get("files") or {}).get(METRICS)
-    if recorded is None:
-        why = "the stage is not done, or an earlier version wrote it: its record has no hash of the rows"
-        return skipped(name, why, number)
-    if recorded != hashlib.sha256(path.read_bytes()).hexdigest():
+    number = f"{len(logged)} rows, {len(known)} checkpoints have their hash"
+    for step, (size, digest) in sorted(known.items()):
+        if hashlib.sha256(content[:size]).hexdigest() != digest:
+            why = f"a row of the updates up to {step} was changed since their checkpoint was written"
+            return Check(name, FAIL, number, why, str(path))
+    if recorded is not None and recorded != hashlib.sha256(content).hexdigest():
         return Check(name, FAIL, number, "a row was changed since the stage was done", str(path))
-    return Check(name, PASS, number, values={"rows": len(logged)})
+    if recorded is None and not known:
+        why = "the stage is not done, or an earlier version wrote it: nothing has a hash of the rows"
+        return skipped(name, why, f"{len(logged)} rows")
+    return Check(name, PASS, number, values={"rows": len(logged), "checkpoints": len(known)})
+
+
+def _digests(subject: Subject) -> Iterator[tuple[int, tuple[int, str]]]:
+    """Yield the updates before each checkpoint with the size and the hash of the rows that were logged until then.
+
+    Damaged checkpoints are left out: `rlhf run` names them.
+    """
+    for path in subject.dir.glob("checkpoints/[0-9]*/host.json"):
+        try:
+            size, digest = json.loads(path.read_bytes())["host"]["logged"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        yield int(path.parent.name), (int(size), str(digest))
 
 
 def logged_rewards(subject: Subject) -> Check:

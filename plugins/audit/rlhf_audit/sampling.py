@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from rlhf_audit.check import FAIL, PASS, Check, skipped, verdict_of
 from rlhf_audit.subject import Entry, Subject
+from rlhf_core import Rollouts
 from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import Damaged
 
@@ -24,11 +25,14 @@ SHARES = (1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of completions that are copies, which the bets on equal completions are made for."""
 INTERVAL = 1.96
 """Standard errors on either side, of an interval that has the true value in 95 of 100 runs."""
-OLDER, LEAST_OLDER = 4.0, 1e-3
+OLDER, LEAST_OLDER = 100.0, 1e-3
 """How many times, and by how many nats, log-probabilities differ more than in the first rollout where the sampler holds
-an older policy: the first rollout has none."""
-FAR = 0.1
-"""Nats per token between sampler and trainer that no arithmetic explains."""
+an older policy: the first rollout has none. Rounding grows with the logits, which do not become a hundred times larger:
+by 2.6 at most in the runs of tests/recipes/honest.py, in bfloat16, from 0.0012 nats. In float32 it stays below 2e-7.
+"""
+ENGINES_TOLERANCE, ROLLOUT_SHARE = 0.2, 0.25
+"""The default of `sampler.probe_tolerance`, and the share of it by which a rollout's log-probabilities may be off on
+average: a run with engines holds them to it."""
 DIGITS = (1, 2, 3, 4)
 """Decimal places to which log-probabilities may have been rounded."""
 
@@ -87,36 +91,55 @@ def sampling_test(subject: Subject) -> Check:
     name = "sampling test"
     if not subject.numbers:
         return skipped(name, "the stage samples nothing")
-    bets: dict[int, NDArray[np.float64]] = {}
-    versions: dict[int, int] = {}
-    totals: dict[int, NDArray[np.float64]] = {}
-    most, place = -math.inf, (0, 0)
+    sums = {}
     for number in subject.numbers:
         try:
             found = subject.values(number)
         except Damaged:
             found = None
-        if found is None or not len(found["sums"]):
-            continue
-        sums = found["sums"]
-        for engine in np.unique(sums[:, 0]).astype(int).tolist():
-            rows = sums[sums[:, 0] == engine]
-            begun = -math.log((number + 1) * (number + 2))
-            before = bets.get(engine, np.full(len(LAMBDAS), -math.inf))
-            bets[engine] = rows[:, 5:].sum(0) + np.logaddexp(before, begun)
-            totals[engine] = totals.get(engine, np.zeros(3)) + rows[:, 2:5].sum(0)
-            versions[engine] = int(rows[:, 1].max())
-        every = np.concatenate([*bets.values()])
-        evidence = float(np.logaddexp.reduce(every)) - math.log(len(every))
-        if evidence > most:
-            most, place = evidence, (number, max(bets, key=lambda each: float(bets[each].max())))
-    if not totals:
+        if found is not None and len(found["sums"]):
+            sums[number] = found["sums"]
+    if not sums:
         reason = (
             f"{subject.filtered} draws from another distribution"
             if subject.filtered
             else "the run wrote no sums"
         )
         return skipped(name, reason)
+    tested = test_sums(name, subject, sums)
+    if subject.ahead:
+        why = (
+            "rollouts_ahead: the sums are of a policy that has moved since it sampled; --exact reads it again"
+        )
+        return skipped(name, why, tested.number)
+    if subject.option("limits.surprisal_gap") == 0:
+        return skipped(
+            name, "limits.surprisal_gap = 0: the bets have no tolerance for rounding", tested.number
+        )
+    return tested
+
+
+def test_sums(name: str, subject: Subject, sums: Mapping[int, NDArray[np.float64]]) -> Check:
+    """Bet against the sampler, rollout by rollout.
+
+    sums: {number of a rollout: float64 [engines and versions, 11]}, of which the columns are those of `sums` in
+    values/NNNNNN.npz: engine, version, tokens, Σ(−log p − H), ΣV, and Σ log e for every λ of LAMBDAS.
+    """
+    bets: dict[int, NDArray[np.float64]] = {}
+    totals: dict[int, NDArray[np.float64]] = {}
+    most, place = -math.inf, (0, 0, 0)
+    for number, each in sums.items():
+        for engine in np.unique(each[:, 0]).astype(int).tolist():
+            rows = each[each[:, 0] == engine]
+            begun = -math.log((number + 1) * (number + 2))
+            before = bets.get(engine, np.full(len(LAMBDAS), -math.inf))
+            bets[engine] = rows[:, 5:].sum(0) + np.logaddexp(before, begun)
+            totals[engine] = totals.get(engine, np.zeros(3)) + rows[:, 2:5].sum(0)
+        every = np.concatenate([*bets.values()])
+        evidence = float(np.logaddexp.reduce(every)) - math.log(len(every))
+        if evidence > most:
+            likeliest = max(bets, key=lambda engine: float(bets[engine].max()))
+            most, place = evidence, (number, likeliest, int(each[:, 1].max()))
     tokens, excess, variance = np.sum([*totals.values()], axis=0)
     gap, error = excess / tokens, math.sqrt(variance) / tokens
     z = gap / error if error else 0.0
@@ -131,21 +154,15 @@ def sampling_test(subject: Subject) -> Check:
         "log10_evidence": most / math.log(10),
         "tokens": tokens,
     }
-    if subject.ahead:
-        return skipped(
-            name, "rollouts_ahead: the sums are of a policy that has moved since it sampled", number_
-        )
-    if subject.option("limits.surprisal_gap") == 0:
-        return skipped(name, "limits.surprisal_gap = 0: the bets have no tolerance for rounding", number_)
     if most < LIMIT:
         return Check(name, PASS, number_, values=found_values)
-    rollout, engine = place
+    rollout, engine, version = place
     cause = (
         "it samples greedily, colder or with filters (top_k, top_p)"
         if totals[engine][1] < 0
         else "it holds another policy, samples hotter, or its ids are another tokenizer's"
     )
-    why = f"engine e{engine}, version {versions[engine]}: its tokens are not drawn from the policy; likely {cause}"
+    why = f"engine e{engine}, version {version}: its tokens are not drawn from the policy; likely {cause}"
     return Check(name, FAIL, number_, why, str(subject.values_file(rollout)), found_values)
 
 
@@ -203,18 +220,38 @@ def trainer_against_sampler(subject: Subject) -> Check:
     where = f"{subject.journal_file(place)}"
     if subject.ahead:
         return skipped(name, "rollouts_ahead: the trainer has moved since the policy sampled", number_)
-    if numbers[0] == 0 and len(means) > 1:
-        later = float(np.median(means[1:]))
-        if later > OLDER * means[0] and later > means[0] + LEAST_OLDER:
-            why = (
-                f"{means[0]:.2g} nats per token in the first rollout and {later:.2g} in later ones: the sampler's "
-                "policy is an older one than the trainer's"
-            )
-            return Check(name, FAIL, number_, why, where, found)
-    problem = (
-        "the sampler's log-probabilities are of another policy, temperature or tokens" if mean > FAR else ""
-    )
+    first, later = _first_and_later(numbers, means)
+    if later > OLDER * first and later > first + LEAST_OLDER:
+        why = (
+            f"{first:.2g} nats per token in the first rollout and {later:.2g} in later ones: the sampler's "
+            "policy is an older one than the trainer's"
+        )
+        return Check(name, FAIL, number_, why, where, found)
+    problem = far_problem(subject, mean)
     return Check(name, verdict_of(problem), number_, problem, where if problem else "", found)
+
+
+def first_and_later(subject: Subject) -> tuple[float, float]:
+    """Return how far sampler and trainer are apart in the first rollout, and at the median in later ones.
+
+    Nats per token; NaN where that is not known.
+    """
+    pairs = [(number, float(np.abs(said - thought).mean())) for number, said, thought in _pairs(subject)]
+    return _first_and_later([number for number, _ in pairs], [mean for _, mean in pairs])
+
+
+def _first_and_later(numbers: Sequence[int], means: Sequence[float]) -> tuple[float, float]:
+    if len(means) < 2 or numbers[0] != 0:
+        return math.nan, math.nan
+    return means[0], float(np.median(means[1:]))
+
+
+def far_problem(subject: Subject, mean: float) -> str:
+    """Return what is wrong where sampler and trainer are apart by so much, nats per token; empty where nothing is."""
+    tolerance = float(subject.option("sampler.probe_tolerance") or ENGINES_TOLERANCE)
+    if mean <= ROLLOUT_SHARE * tolerance:
+        return ""
+    return "the sampler's log-probabilities are of another policy, temperature or tokens"
 
 
 def ages(subject: Subject) -> Check:
@@ -336,32 +373,36 @@ def encoded_again(subject: Subject, tokenizer: Any) -> Check:
         return skipped(name, "the stage samples nothing")
     if tokenizer is None:
         return skipped(name, "the tokenizer of the policy cannot be opened")
-    special = {int(each) for each in getattr(tokenizer, "all_special_ids", ())}
     differ = total = 0
     for entry in subject.rollouts():
         if entry.rollout.conversations is not None:
             return skipped(name, "turns of episodes are parts of longer texts")
-        samples = entry.rollout.samples
-        for row, length in enumerate(np.asarray(samples.lengths).tolist()):
-            ids = [int(each) for each in samples.tokens[row, :length]]
-            while ids and ids[-1] in special:
-                ids.pop()
-            # A completion that was cut may end within a character.
-            if not samples.finished[row] or not ids:
-                continue
-            total += 1
-            differ += _encode(tokenizer, ids) != ids
+        found = ids_of_text(tokenizer, entry.rollout.samples)
+        differ, total = differ + found[0], total + found[1]
     if not total:
         return skipped(name, "no completion has ended")
     share = differ / total
     number = f"{100 * share:.2f} % of {total:,} completions"
     if not differ:
-        why = "no ids differ: the policy writes none that could, or the sampler decodes and encodes"
+        why = "no ids differ: the policy writes none that could, or the sampler decodes and encodes; --exact compares"
         return skipped(name, why, number)
     return Check(name, PASS, number, values={"share": share})
 
 
-def _encode(tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """Decode ids and encode the text again."""
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return [int(each) for each in tokenizer.encode(text, add_special_tokens=False)]
+def ids_of_text(tokenizer: Any, samples: Rollouts) -> tuple[int, int]:
+    """Count the completions whose ids differ from those of their decoded text, and all.
+
+    Those that were cut are left out, since they may end within a character.
+    """
+    special = {int(each) for each in getattr(tokenizer, "all_special_ids", ())}
+    differ = total = 0
+    for row, length in enumerate(np.asarray(samples.lengths).tolist()):
+        ids = [int(each) for each in samples.tokens[row, :length]]
+        while ids and ids[-1] in special:
+            ids.pop()
+        if not samples.finished[row] or not ids:
+            continue
+        total += 1
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        differ += [int(each) for each in tokenizer.encode(text, add_special_tokens=False)] != ids
+    return differ, total

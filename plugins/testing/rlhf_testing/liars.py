@@ -107,25 +107,24 @@ def _sent_twice(samples: Rollouts, inputs: SamplerInputs) -> Rollouts:
 
 
 def _encoded_again(samples: Rollouts, inputs: SamplerInputs) -> Rollouts:
-    """Decode every completion that has ended and encode it again; what becomes longer is left as it is."""
+    """Decode every completion that has ended and encode it again; one that would be too long is left as it is."""
     tokenizer: Any = inputs.tokenizer
-    tokens, lengths, logps = samples.tokens.copy(), np.array(samples.lengths), samples.logps.copy()
-    mask = samples.mask.copy()
+    tokens, logps = samples.tokens.copy(), samples.logps.copy()
+    lengths = np.array(samples.lengths)
     for row, length in enumerate(lengths.tolist()):
         ids = tokens[row, :length].tolist()
-        if not samples.finished[row]:
-            continue
         text = tokenizer.decode(ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         again = [*tokenizer.encode(text, add_special_tokens=False), ids[-1]]
-        if len(again) > length:
+        if not samples.finished[row] or len(again) > tokens.shape[1]:
             continue
+        tokens[row] = 0
         tokens[row, : len(again)] = again
-        tokens[row, len(again) :] = 0
+        # An id more has the log-probability of the last one.
+        logps[row, length : len(again)] = logps[row, length - 1]
         logps[row, len(again) :] = 0
-        mask[row, len(again) :] = False
         lengths[row] = len(again)
     return samples._replace(
-        tokens=tokens, lengths=lengths.astype(np.asarray(samples.lengths).dtype), logps=logps, mask=mask
+        tokens=tokens, lengths=lengths, logps=logps, mask=np.arange(tokens.shape[1]) < lengths[:, None]
     )
 
 

@@ -3,7 +3,9 @@
 import math
 
 import numpy as np
+import pytest
 from rlhf_audit import power_table, tokens_needed
+from rlhf_audit.exact import log_at_most
 
 LAMBDAS = (1 / 2, -1 / 2, 1 / 8, -1 / 8, 1 / 32, -1 / 32)
 TOLERANCE = 0.02
@@ -25,3 +27,14 @@ def test_the_evidence_of_normal_surprisals_is_there_after_so_many_tokens():
         best = max(best, needed / (reached[0] + 1)) if len(reached) else best
     assert 0.5 < best < 2
     assert tokens_needed(0.03, 3.0) is None
+
+
+@pytest.mark.parametrize(("theirs", "total", "ours", "drawn"), [(0, 9, 5, 7), (2, 9, 5, 7), (3, 4, 0, 8)])
+def test_the_shares_of_two_samplers_by_counting(theirs, total, ours, drawn):
+    having = theirs + ours
+    fewer = sum(
+        math.comb(total, k) * math.comb(drawn, having - k) for k in range(theirs + 1) if having - k <= drawn
+    )
+    np.testing.assert_allclose(
+        math.exp(log_at_most(theirs, total, ours, drawn)), fewer / math.comb(total + drawn, having)
+    )
