@@ -340,7 +340,8 @@ def scored_pairs(stage: ReportedStage) -> list[ScoredPair]:
 def evaluations(stage: ReportedStage, problems: list[str]) -> list[dict[str, Any]]:
     """Return `step` and the content of two files of evaluations/: the first, and the trained model's.
 
-    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, those of the first set.
+    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, `row_losses` or the number of `pairs` of the
+    first set.
     """
     files = stage.files.evaluations
     results = []
@@ -360,12 +361,16 @@ def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
     if "scores" in content:
         return _score_distributions(content)
     rewards = content.get("prompt_rewards")  # of earlier versions, which wrote no rows
-    rows: Sequence[Mapping[str, Any]] = content["rows"] if rewards is None else []
-    if any("reward" in row for row in rows):
-        rewards = [row["reward"] for row in rows if row.get("set") == rows[0].get("set")]
-    if rewards is None:
-        return {}
-    return {"prompt_rewards": [_optional(float, value) for value in rewards]}
+    if rewards is not None:
+        return {"prompt_rewards": [_optional(float, value) for value in rewards]}
+    rows: Sequence[Mapping[str, Any]] = content["rows"]
+    rows = [row for row in rows if row.get("set") == rows[0].get("set")]
+    # The implicit rewards of KTO's rows are no rewards of prompts: those of bad replies are to fall.
+    is_implicit = any(name.endswith("rewards/chosen") for name in content.get("metrics") or ())
+    for value, name in (("reward", "prompt_rewards"), ("loss", "row_losses")):
+        if not (value == "reward" and is_implicit) and any(value in row for row in rows):
+            return {name: [_optional(float, row[value]) for row in rows]}
+    return {"pairs": len(rows)} if any("chosen" in row for row in rows) else {}
 
 
 def _score_distributions(content: Mapping[str, Any]) -> dict[str, Any]:

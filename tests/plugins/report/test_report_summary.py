@@ -57,7 +57,7 @@ def test_few_prompts_and_no_change_have_no_interval(tmp_path: Path) -> None:
     run = runs.make_policy_run(tmp_path / "run")
     previews(run, [1.0, None, 2.0], [2.0, 1.0, 2.0])
     told = runs.words(run)
-    assert "2 training prompts" in told
+    assert "2 of 3 training prompts" in told
     assert "So few prompts say nothing about others." in told
     previews(run, [1.0] * 8, [1.0] * 8)
     told = runs.words(run)
@@ -75,7 +75,7 @@ def test_an_evaluation_before_training_counts_all_its_prompts(tmp_path: Path) ->
         path = run / f"policy/evaluations/{step:06d}.json"
         runs.write(path, [{"step": step, "prompt_rewards": rewards}])
     assert (
-        "The mean reward of 4 held-out prompts was 0.5 before training and 1 after update 20"
+        "The mean reward of 4 of 5 held-out prompts was 0.5 before training and 1 after update 20"
         in runs.words(run)
     )
     runs.write(run / "policy/evaluations/000020.json", [{"step": 20, "prompt_rewards": "many"}])

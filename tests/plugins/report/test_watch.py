@@ -208,7 +208,7 @@ def test_a_run_grows_while_it_is_watched(run: Path) -> None:
     stages = {stage["name"]: stage for stage in page(f"runs/{id}")["stages"]}
     assert stages["policy"]["update"] == 20
     assert stages["policy"]["rollouts"] == [1, 2, 3]
-    assert "75" in stages["rm"]["verdict"][0] or "87.5%" in stages["rm"]["verdict"][0]
+    assert "87.5% of 4 held-out pairs" in stages["rm"]["verdict"][0]["text"]
     with (run / "policy/metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "time": 1.9e9, "reward": 0.1, "new": 3}\n')
     journal(run / "policy", rollout(3))
@@ -479,6 +479,96 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
     found = page(f"{address}/evaluations/20")
     assert (found["before"], [row["change"] for row in found["rows"]]) == (10, [0.0, 1.0, 2.0])
     assert page(f"{address}/evaluations")["evaluations"][0]["metrics"] == {"eval_loss": 1.0}
+
+
+UPDATES = np.arange(40)
+LATE = UPDATES >= 20
+NOISE = np.tile([0.1, -0.1], 20)
+FLAT = {"reward": 1 + NOISE, "entropy": 1 + NOISE, "kl": UPDATES / 400, "loss": NOISE}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (FLAT, None),
+        (
+            FLAT | {"reward": 1 + NOISE + UPDATES / 40, "entropy": 0.9**UPDATES},
+            None,
+        ),  # it has learnt its task
+        (FLAT | {"reward": 1 + NOISE - UPDATES / 40}, "The reward fell from 0.8875 in the first quarter"),
+        (FLAT | {"entropy": 0.9**UPDATES}, "collapsed: its entropy went from 1 nats per token to 0.02"),
+        (FLAT | {"kl": UPDATES / 20}, "1.725 nats per token away from the reference, and no better for it."),
+        ({"loss": 1 + NOISE + UPDATES / 40}, "The training loss rose from 1.113 to 1.863"),
+        ({"loss": 1 + NOISE + 4 * (abs(UPDATES - 5) < 3)}, "leapt from 1.1 to 5.03"),
+        ({"loss": 2 - UPDATES / 40}, None),
+        (
+            {"loss": 2 - UPDATES / 40, "eval_loss": 1 + abs(UPDATES - 20) / 20},
+            "It overfits: the held-out loss",
+        ),
+        (
+            FLAT | {"reward": 1 + UPDATES / 40, "completions/mean_length": 10.0 + UPDATES},
+            "while completions went from 14.5 to 44.5 tokens: see whether it pays",
+        ),
+        (
+            FLAT | {"reward": 1 + UPDATES / 40, "kl": UPDATES**2 / 2000},
+            "while the KL to the reference ran away",
+        ),
+        (FLAT | {"frac_reward_zero_std": LATE * 0.9}, "In 90% of the last groups all rewards are equal"),
+        (FLAT | {"rewards/r/unscored": (UPDATES == 7) * 0.4}, "without a score, 40.0% of those of update 8"),
+        (FLAT | {"rewards/r/failed": (UPDATES < 3) * 2.0}, "Calls of reward r failed in 3 updates"),
+        (FLAT | {"grad_norm": np.where(LATE, np.nan, 1)}, "20 logged values of grad_norm were not finite."),
+        (FLAT | {"sampling/surprisal_evidence": LATE * 12.0}, "the evidence against it is 10^12"),
+    ],
+)
+def test_what_went_wrong_is_said_and_nothing_where_all_is_well(
+    run: Path, metrics: dict[str, Any], said: str | None
+) -> None:
+    """Of a run, with a link to where it shows; and in the list, from the ends of its files."""
+    rows = [
+        {"step": i + 1, "time": 1.0} | {name: float(values[i]) for name, values in metrics.items()}
+        for i in range(40)
+    ]
+    write(run / "policy/metrics.jsonl", [{n: None if v != v else v for n, v in row.items()} for row in rows])
+    page = Page(run)
+    alarm = page.runs()["first"]["alarm"]
+    found = page(f"runs/{page.id('first')}")["stages"][1]["verdict"]
+    warned = [each for each in found if each["tone"] == "warning"]
+    if said is None:
+        assert (warned, alarm) == ([], None)
+        return
+    assert said in warned[0]["text"]
+    assert alarm == warned[0]["text"]
+    assert warned[0]["see"] or "grad_norm" in metrics
+
+
+def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
+    """That rewards follow length, what prompts without a score have in common, that the training data have others."""
+    rollouts = [rollout(number) for number in range(9)]
+    for each in rollouts:
+        rows = each.prompts.repeat(GROUP)
+        assert each.inputs is not None
+        each.total[:] = np.where(rows % 3 == 0, np.nan, each.samples.lengths)
+        each.inputs.prompts[:] = [f"a {'green' if row % 3 else 'red'} thing {row}" for row in rows]
+    journal(run / "policy", *rollouts)
+    data = [tmp_path / f"{name}.jsonl" for name in ("train", "held_out")]
+    for path, first in zip(data, (0, 6), strict=True):
+        write(path, [{"prompt": f"question {i}"} for i in range(first, first + 10)])
+    spec = json.loads((run / "policy/stage.json").read_text())
+    spec["config"] |= {"train_data": str(data[0]), "eval_data": {"few": str(data[1])}}
+    (run / "policy/stage.json").write_text(json.dumps(spec))
+    rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(4)]
+    write(run / "policy/metrics.jsonl", rows)
+    page = Page(run)
+    found = {each["text"]: each["see"] for each in page(f"runs/{page.id('first')}")["stages"][1]["verdict"]}
+    said = " ".join(found)
+    assert "4 of 10 held-out prompts are in the training data, too" in said
+    assert "Longer completions have the higher rewards" in said
+    assert "length explains 100% of the differences" in said
+    assert "left without a score all have “red”" in said
+    see = next(see for text, see in found.items() if "red" in text)
+    shown = page(f"runs/{page.id('first')}/policy/rollouts?update=1&where=judge&without=1")
+    assert see["query"] == {"where": "judge", "without": "1"}
+    assert [group["row"] for group in shown["groups"]] == [0]
 
 
 def test_the_table_of_a_terminal(run: Path) -> None:

@@ -137,7 +137,7 @@ export async function showRun([, id, wanted], query) {
   }
 
   function drawWords() {
-    replace(top, heading(run), tabs(run, stage.name), verdict(now()));
+    replace(top, heading(run), tabs(run, stage.name), verdict(id, now()));
     replace(openers, opener(id, now()));
     replace(below, belowOf(run, now()));
   }
@@ -208,7 +208,17 @@ function tabs(run, name) {
   return el("nav", { class: "tabs", "aria-label": "Stages" }, run.stages.map(tab));
 }
 
-function verdict(stage) {
+// What shows a sentence, the nearest of what was kept; null where nothing was.
+function evidence(id, stage, see) {
+  if (!see) return null;
+  const kept = { update: stage.rollouts, rows: stage.rows, evaluation: stage.evaluations }[see.kind] ?? [];
+  if (!kept.length) return null;
+  const at = see.update === null ? kept.at(-1) : kept[nearest(kept, see.update)];
+  const name = { update: "completions", rows: "rows", evaluation: "held-out rows" }[see.kind];
+  return el("a", { href: link(["run", id, stage.name, see.kind, at], see.query) }, `${name} of update ${number(at)}`);
+}
+
+function verdict(id, stage) {
   const facts = [
     stage.saved ? `The saved model is that of update ${number(stage.saved)}` : null,
     stage.state === "running" && Number.isFinite(stage.seconds_left) ? `${clock(stage.seconds_left)} left` : null,
@@ -221,7 +231,7 @@ function verdict(stage) {
       ? el(
           "ul",
           {},
-          sentences.map((text) => el("li", {}, text)),
+          sentences.map(({ text, tone, see }) => el("li", { class: tone }, text, " ", evidence(id, stage, see))),
         )
       : null,
     stage.message ? el("p", { class: `message ${stage.state}` }, stage.message) : null,

@@ -119,6 +119,7 @@ function entry(run, chosen, change) {
     ),
     el("time", { "data-time": run.changed, title: moment(run.changed) }, ago(run.changed)),
     run.error ? el("p", { class: "message failed" }, run.error) : null,
+    run.alarm ? el("p", { class: "alarm" }, "⚠ ", run.alarm) : null,
     warnings.length
       ? el(
           "details",

@@ -25,7 +25,7 @@ export async function showUpdate([, id, stageName, , updateText], query) {
   const run = await get("runs", id);
   const stage = stageOf(run, stageName);
   const update = Number(updateText);
-  const { search, finish, where, least, most } = query;
+  const { search, finish, where, least, most, without } = query;
   const wanted = {
     update,
     search,
@@ -33,6 +33,7 @@ export async function showUpdate([, id, stageName, , updateText], query) {
     where,
     least,
     most,
+    without,
     sort: query.sort ?? "order",
     offset: query.offset ?? 0,
     limit: LIMIT,
@@ -154,6 +155,15 @@ function bound(label, name, query) {
   return el("label", {}, `${label} `, field);
 }
 
+function withoutBox(query) {
+  const box = el("input", { type: "checkbox", "data-key": "without" });
+  box.checked = query.without === "1";
+  box.addEventListener("change", () =>
+    choose({ without: box.checked ? 1 : null, where: query.where ?? "reward", offset: null }),
+  );
+  return el("label", { title: "only completions that have no value of it" }, box, " none");
+}
+
 function tools(answer, query) {
   const fields = [...new Set([...FIELDS, ...(answer.rewards ?? [])])];
   const finishes = [["", "any"], ...(answer.finishes ?? []).map((finish) => [finish, finish])];
@@ -173,6 +183,7 @@ function tools(answer, query) {
     ),
     bound("from", "least", query),
     bound("to", "most", query),
+    withoutBox(query),
   );
 }
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import rlhf_report.charts as charts
 from rlhf_core.runs import RunDirectory, StageDirectory, open_run
-from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number
+from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number, read_metrics
 from rlhf_report.watch.growing import Row, ends
 from rlhf_report.watch.places import links_that_leave
+from rlhf_report.watch.verdicts import warnings
 
 MOST_METRICS = 6
 MOST_WARNINGS = 5
@@ -108,6 +109,7 @@ def _empty(path: Path) -> dict[str, Any]:
         "metrics": {},
         "spark": None,
         "warnings": [],
+        "alarm": None,
         "error": None,
     }
 
@@ -146,7 +148,10 @@ def _progress(
         newest |= {name: value for name, each in row.items() if (value := finite(each)) is not None}
     update = int(newest.get("step", 0))
     metrics = important(name for name in newest if name not in ("step", "time"))
-    shown = [name for name in metrics if name in newest][:MOST_METRICS]
+    # Of metrics that are the same number, as a reward and its sum are, one is enough.
+    once = {(newest[name], name.startswith(charts.EVAL)): name for name in reversed(metrics)}
+    shown = [name for name in metrics if name in once.values()][:MOST_METRICS]
+    alarms = warnings(read_metrics([*spread, *last])[0])
     left = None
     if state == "running" and planned is not None:
         left = seconds_left(last, planned)
@@ -154,6 +159,7 @@ def _progress(
         "update": update,
         "seconds_left": left,
         "metrics": {name: newest[name] for name in shown},
+        "alarm": alarms[0].text if alarms else None,
         "spark": _spark(shown[0], [*spread, *last]) if shown else None,
     }
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from rlhf_core.runs import StageDirectory
 from rlhf_report.watch.listing import finite
-from rlhf_report.watch.run_view import updates_per_rollout
 
 SORTS = ("order", "reward", "spread", "length", "advantage")
 WHERE = ("reward", "advantage", "length", "version", "age")
@@ -27,7 +26,10 @@ Decode = Callable[[Sequence[int], Sequence[int]], list[str]]
 
 @dataclass(frozen=True)
 class WantedRollouts:
-    """What of a rollout is shown: bounds of a quantity, how completions ended, a text within them, and the order."""
+    """What of a rollout is shown: bounds of a quantity, how completions ended, a text within them, and the order.
+
+    where: the quantity, or a reward. without: only completions that have none.
+    """
 
     sort: str = "order"
     search: str = ""
@@ -35,8 +37,14 @@ class WantedRollouts:
     where: str = ""
     least: float | None = None
     most: float | None = None
+    without: bool = False
     offset: int = 0
     limit: int = 50
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the quantity decides what is shown."""
+        return self.without or self.least is not None or self.most is not None
 
     def keeps(self, one: Mapping[str, Any]) -> bool:
         """Return whether a completion is shown."""
@@ -44,11 +52,11 @@ class WantedRollouts:
             return False
         if self.search and self.search.lower() not in one["text"].lower():
             return False
-        if not self.where or (self.least is None and self.most is None):
+        if not self.where or not self.is_bounded:
             return True
         value = one[self.where] if self.where in WHERE else one["rewards"].get(self.where)
-        if value is None:
-            return False
+        if value is None or self.without:
+            return value is None and self.without
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
@@ -73,6 +81,14 @@ class Sampled:
         prompts = self.arrays.get("prompts")
         count = math.ceil(len(self.samples) / self.group)
         return [-1] * count if prompts is None else [int(row) for row in prompts]
+
+
+def updates_per_rollout(stage: StageDirectory) -> int:
+    """Return how many updates a rollout serves."""
+    config = stage.config
+    each = [config.get(name) for name in ("steps_per_generation", "num_iterations")]
+    counts = [count for count in each if isinstance(count, int) and not isinstance(count, bool) and count > 0]
+    return int(np.prod(counts, dtype=np.int64)) if counts else 1
 
 
 def read_sampled(stage: StageDirectory, update: int) -> Sampled | None:

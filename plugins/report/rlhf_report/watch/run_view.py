@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rlhf_report.run_reader import (
     stage_sessions,
     stage_state,
 )
+from rlhf_report.watch.evidence import Evidence
 from rlhf_report.watch.growing import GrowingRows, ends
 from rlhf_report.watch.listing import (
     Fingerprint,
@@ -37,6 +38,7 @@ from rlhf_report.watch.listing import (
     state_of,
 )
 from rlhf_report.watch.places import links_that_leave
+from rlhf_report.watch.rollout_view import updates_per_rollout
 from rlhf_report.watch.verdicts import verdict
 
 KEY = 8
@@ -115,7 +117,8 @@ class WatchedRun:
     _columns: dict[str, Columns] = field(default_factory=dict)
     _mark: Fingerprint = ()
     _answer: dict[str, Any] = field(default_factory=dict)
-    _verdicts: dict[str, tuple[Any, list[str]]] = field(default_factory=dict)
+    _verdicts: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
+    _evidence: dict[str, Evidence] = field(default_factory=dict)
 
     def open(self) -> RunDirectory:
         """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
@@ -240,14 +243,15 @@ class WatchedRun:
             "weights": weight_names(files.dir / "weights.jsonl"),
         }
 
-    def _verdict(self, stage: ReportedStage, update: int) -> list[str]:
+    def _verdict(self, stage: ReportedStage, update: int) -> list[dict[str, Any]]:
         """Return the sentences of a stage; they are made again where it has logged or been evaluated since."""
         mark = (update, stage.state, _newest_files(stage.files.dir), len(stage.files.evaluations))
         known = self._verdicts.get(stage.name)
         if known is None or known[0] != mark:
             problems: list[str] = []
             try:
-                known = (mark, verdict(stage, problems))
+                evidence = self._evidence.setdefault(stage.name, Evidence()).sentences(stage)
+                known = (mark, [asdict(each) for each in verdict(stage, problems, evidence)])
             except Exception as error:  # evaluations may hold anything
                 known = (mark, [])
                 problems.append(f"{stage.name}: no verdict: {error}")
@@ -326,14 +330,6 @@ def numbered(folder: Path, suffix: str) -> list[int]:
     except OSError:
         return []
     return sorted(int(name.split(".")[0]) for name in names if name.split(".")[0].isdecimal())
-
-
-def updates_per_rollout(stage: StageDirectory) -> int:
-    """Return how many updates a rollout serves."""
-    config = stage.config
-    each = [config.get(name) for name in ("steps_per_generation", "num_iterations")]
-    counts = [count for count in each if isinstance(count, int) and not isinstance(count, bool) and count > 0]
-    return int(np.prod(counts, dtype=np.int64)) if counts else 1
 
 
 def rollout_updates(stage: StageDirectory) -> list[int]:

@@ -292,6 +292,7 @@ def _rollouts(watched: Watched, request: Request) -> Mapping[str, Any]:
         where=query.get("where", ""),
         least=_bound(request, "least"),
         most=_bound(request, "most"),
+        without=query.get("without", "") not in ("", "0"),
         offset=_asked(request, "offset", 0) or 0,
         limit=_asked(request, "limit", 50) or 0,
     )

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -41,8 +41,8 @@ def show(directories: Sequence[Path]) -> None:
     console.print(table(watched.runs(), console.height - 4))
 
 
-def table(answer: Mapping[str, Any], most: int | None = None) -> Table:
-    """Make the table of what `Watched.runs` returned. most: runs that fit on the screen."""
+def table(answer: Mapping[str, Any], most: int | None = None) -> Group:
+    """Make the table of what `Watched.runs` returned, and below it what is wrong. most: runs that fit on the screen."""
     made = Table(expand=True, pad_edge=False, box=None, header_style="bold")
     for name in ("run", "state", "stage", "update", "left", "", "last values", "changed"):
         made.add_column(name, no_wrap=name != "last values", overflow="ellipsis")
@@ -51,11 +51,19 @@ def table(answer: Mapping[str, Any], most: int | None = None) -> Table:
         made.add_row(*_cells(run))
     if most is not None and len(runs) > most:
         made.add_row(Text(f"… {len(runs) - most:,} more"))
-    for problem in answer["problems"]:
-        made.add_row(Text(shown(problem), style="red"))
     if not runs:
         made.add_row(Text("no runs yet"))
-    return made
+    said = [Text(shown(problem), style="red") for problem in answer["problems"]]
+    notes = [note for note in map(_note, runs[:most]) if note is not None]
+    return Group(made, *notes, *said)
+
+
+def _note(run: Mapping[str, Any]) -> Text | None:
+    """Return what is wrong with a run, the worst thing alone; None where nothing is."""
+    said = run["error"] or run["alarm"] or (run["warnings"][-1] if run["warnings"] else "")
+    if not said:
+        return None
+    return Text(f"{shown(run['name'])}: {shown(said)}", style="red" if run["error"] else "yellow")
 
 
 def _cells(run: Mapping[str, Any]) -> list[Text]:
@@ -65,10 +73,7 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
         f"{name}\u00a0{charts.quantity(value, name)}"
         for name, value in list(run["metrics"].items())[:METRICS]
     ]
-    said = run["error"] or (run["warnings"][-1] if run["warnings"] else "")
     last = Text("  ".join(map(shown, values)))
-    if said:
-        last.append(f"\n{shown(said)}", style="red" if run["error"] else "yellow")
     changed = datetime.fromtimestamp(run["changed"]).astimezone()
     is_today = changed.date() == datetime.now().astimezone().date()
     return [

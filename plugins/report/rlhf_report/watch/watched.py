@@ -32,9 +32,10 @@ from rlhf_report.watch.rollout_view import (
     rewards_of,
     texts_of_tokens,
     tokens,
+    updates_per_rollout,
 )
 from rlhf_report.watch.rows_view import DataRows, evaluation_of, evaluations_of, model_of, rows_of
-from rlhf_report.watch.run_view import WatchedRun, updates_per_rollout
+from rlhf_report.watch.run_view import WatchedRun
 from rlhf_report.watch.search_index import SORTS, SearchIndex
 
 MOST_OPEN = 8
@@ -108,7 +109,7 @@ class Watched:
         index = SearchIndex(files)
         with self._searching:
             index.refresh(files)
-        filters = wanted.finish or (wanted.where and (wanted.least is not None or wanted.most is not None))
+        filters = wanted.finish or (wanted.where and wanted.is_bounded)
         if filters or wanted.sort.removeprefix("-") not in SORTS:
             found = index.find(wanted.search, "order")
             groups, rollouts = self._found(files, found, replace(wanted, sort="order"))
