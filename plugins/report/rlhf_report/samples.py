@@ -340,8 +340,8 @@ def scored_pairs(stage: ReportedStage) -> list[ScoredPair]:
 def evaluations(stage: ReportedStage, problems: list[str]) -> list[dict[str, Any]]:
     """Return `step` and the content of two files of evaluations/: the first, and the trained model's.
 
-    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, `row_losses` or the number of `pairs` of the
-    first set.
+    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, `row_losses` or the number of `pairs`
+    (of the first set).
     """
     files = stage.files.evaluations
     results = []

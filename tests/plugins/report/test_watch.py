@@ -556,7 +556,7 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     spec = json.loads((run / "policy/stage.json").read_text())
     spec["config"] |= {"train_data": str(data[0]), "eval_data": {"few": str(data[1])}}
     (run / "policy/stage.json").write_text(json.dumps(spec))
-    rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(4)]
+    rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(9)]
     write(run / "policy/metrics.jsonl", rows)
     page = Page(run)
     found = {each["text"]: each["see"] for each in page(f"runs/{page.id('first')}")["stages"][1]["verdict"]}
@@ -565,7 +565,7 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     assert "Longer completions have the higher rewards" in said
     assert "length explains 100% of the differences" in said
     assert "left without a score all have “red”" in said
-    see = next(see for text, see in found.items() if "red" in text)
+    see = next(see for text, see in found.items() if "“red”" in text)
     shown = page(f"runs/{page.id('first')}/policy/rollouts?update=1&where=judge&without=1")
     assert see["query"] == {"where": "judge", "without": "1"}
     assert [group["row"] for group in shown["groups"]] == [0]
