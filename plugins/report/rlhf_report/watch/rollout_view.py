@@ -46,6 +46,10 @@ class WantedRollouts:
         """Whether the quantity decides what is shown."""
         return self.without or self.least is not None or self.most is not None
 
+    def of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with those of its completions that are shown."""
+        return {**group, "completions": [one for one in group["completions"] if self.keeps(one)]}
+
     def keeps(self, one: Mapping[str, Any]) -> bool:
         """Return whether a completion is shown."""
         if self.finish and one["finish"] != self.finish:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,22 @@ from rlhf_report.watch.comparing import compared
 from rlhf_report.watch.listing import RunList
 from rlhf_report.watch.places import find_runs, is_within
 from rlhf_report.watch.rollout_view import (
+    MOST,
     Decode,
     Sampled,
     WantedRollouts,
-    finish,
-    groups_of,
     in_order,
     page_of,
     read_arrays,
     read_sampled,
     read_values,
-    rewards_of,
     texts_of_tokens,
     tokens,
     updates_per_rollout,
 )
 from rlhf_report.watch.rows_view import DataRows, evaluation_of, evaluations_of, model_of, rows_of
 from rlhf_report.watch.run_view import WatchedRun
-from rlhf_report.watch.search_index import SORTS, SearchIndex
+from rlhf_report.watch.search_index import SearchIndex
 
 MOST_OPEN = 8
 """Runs whose metrics are kept in memory."""
@@ -109,42 +106,23 @@ class Watched:
         index = SearchIndex(files)
         with self._searching:
             index.refresh(files)
-        filters = wanted.finish or (wanted.where and wanted.is_bounded)
-        if filters or wanted.sort.removeprefix("-") not in SORTS:
-            found = index.find(wanted.search, "order")
-            groups, rollouts = self._found(files, found, replace(wanted, sort="order"))
-            groups = in_order(groups, wanted.sort)
-            total = len(groups)
-            groups = groups[wanted.offset : wanted.offset + wanted.limit]
+        found = index.find(wanted.search, wanted.sort)
+        end = wanted.offset + min(wanted.limit, MOST)
+        if wanted.finish or (wanted.where and wanted.is_bounded):
+            every = (wanted.of(group) for group in index.groups(found))
+            kept = in_order([group for group in every if group["completions"]], wanted.sort)
+            total, groups = len(kept), kept[wanted.offset : end]
         else:
-            found = index.find(wanted.search, wanted.sort)
-            total = len(found)
-            groups, rollouts = self._found(files, found[wanted.offset : wanted.offset + wanted.limit], wanted)
-        samples = [sample for rollout in rollouts for sample in rollout.samples]
+            total, groups = len(found), list(map(wanted.of, index.groups(found[wanted.offset : end])))
+        ones = [one for group in groups for one in group["completions"]]
         return {
             "rollout": None,
             "update": None,
             "total": total,
-            "finishes": list(dict.fromkeys(map(finish, samples))),
-            "rewards": rewards_of(samples),
+            "finishes": list(dict.fromkeys(one["finish"] for one in ones)),
+            "rewards": list(dict.fromkeys(name for one in ones for name in one["rewards"])),
             "groups": groups,
         }
-
-    def _found(
-        self, files: StageDirectory, places: Sequence[tuple[int, int]], wanted: WantedRollouts
-    ) -> tuple[list[Json], list[Sampled]]:
-        """Read the groups, (rollout, group), that the index has found, in their order, and the rollouts they are of."""
-        times = updates_per_rollout(files)
-        rollouts: list[Sampled] = []
-        groups: dict[tuple[int, int], Json] = {}
-        for number in dict.fromkeys(number for number, _ in places):
-            rollout = read_sampled(files, number * times + 1)
-            if rollout is None:
-                continue
-            rollouts.append(rollout)
-            for group in groups_of(rollout, replace(wanted, sort="order")):
-                groups[number, group["completions"][0]["index"] // rollout.group] = group
-        return [groups[place] for place in places if place in groups], rollouts
 
     def tokens(self, id: str, stage: str, number: int, index: int) -> Json:
         """Describe the tokens of a completion of a rollout."""
