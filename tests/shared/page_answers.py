@@ -127,6 +127,7 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         {"group": "Clip and KL", "title": f"KL {text}", "names": ["kl"], "log": False, "unit": 1},
     ]
     names = ["loss", "grad_norm", "reward", "eval_reward", "kl"]
+    see = {"kind": "update", "update": 44, "query": {"sort": "-spread"}}
     policy = {
         "name": "policy",
         "trainer": "grpo",
@@ -136,7 +137,14 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "updates": 100,
         "saved": 40,
         "seconds_left": 80,
-        "verdict": [f"The reward rose by 0.4 (0.3 to 0.5) on 128 held-out prompts. {text}"],
+        "verdict": [
+            {
+                "text": f"The reward rose by 0.4 (0.3 to 0.5) on 128 held-out prompts. {text}",
+                "tone": "",
+                "see": None,
+            },
+            {"text": f"Longer is better. {text}", "tone": "warning", "see": see},
+        ],
         "key": ["loss", "reward", "kl"],
         "metrics": names,
         "charts": charts,
@@ -191,6 +199,7 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "metrics": {"reward": metrics(updates)[-1]["reward"], f"kl {text}": float32(0.06)},
         "spark": {"name": "reward", "values": [row["reward"] for row in metrics(updates)]},
         "warnings": [f"The lengths run away. {text}"],
+        "alarm": f"Longer is better. {text}",
     }
     rows = [
         {"row": i, "where": f"pairs.jsonl row {i} {text}", "text": f"Question {i} {text}", "change": 0.5 - i}
@@ -214,11 +223,15 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         },
         "api/runs/a/rm/evaluations/2": {
             "before": None,
+            "of": "chosen",
+            "falls": False,
             "update": 2,
             "rows": [row | {"values": {"chosen": 0.5}, "change": None} for row in rows],
         },
         "api/runs/a/rm/evaluations/4": {
             "before": 2,
+            "of": "chosen",
+            "falls": False,
             "update": 4,
             "rows": [row | {"values": {"chosen": float32(1 / 3)}} for row in rows],
         },

@@ -25,14 +25,23 @@ pytestmark = [
 ]
 TEXT = "<b>bold</b>"
 VIEWS = {
-    "run/a": ["The reward rose by 0.4", "Reward", "The lengths run away", "before the first update"],
+    "run/a": [
+        "The reward rose by 0.4",
+        "Reward",
+        "The lengths run away",
+        "Longer is better",
+        "completions of update 41",
+        "before the first update",
+    ],
     "run/a/rm": ["ann <b>bold</b>", "0.75", "4 of 4", "Newest rows"],
     "run/a/policy/update/40": ["×7", "brevity", "ended: length", "version 39 (1 old)", "advantage −0.3"],
     "run/a/rm/rows/4": ["pairs.jsonl row 2 <b>bold</b>", "0.3333", "margin 2"],
-    "run/a/rm/evaluation/4": ["pairs.jsonl row 0", "change +0.5", "evaluation at update 2"],
+    "run/a/rm/evaluation/4": ["pairs.jsonl row 0", "change +0.5", "evaluation at update 2: a rise is better"],
     "compare/a,b": ["learning_rate", "0.01 <b>bold</b>", "0.3333", "reply <b>bold</b>"],
 }
-LIVE = {"": ["first <b>bold</b>", "failed", "60 of 100", "1 min 20 s left", "1 warning"]} | VIEWS
+LIVE = {
+    "": ["first <b>bold</b>", "failed", "60 of 100", "1 min 20 s left", "1 warning", "⚠ Longer is better."]
+} | VIEWS
 CONTRAST = """
 (() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });

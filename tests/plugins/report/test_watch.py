@@ -459,7 +459,7 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
     values = np.array([0.1, 0.7, np.nan], np.float32)
     np.savez(stage / "rows/000004.npz", row=np.array([3, 1, 5]), value=values)
     for update, change in ((10, 0.0), (20, 1.0)):
-        rows = [{"row": i + 1, "chosen": 0.5 + i * change, "rejected": None} for i in range(3)]
+        rows = [{"row": i + 1, "chosen": 0.5 + i * change, "rejected": 2 * i * change} for i in range(3)]
         (stage / f"evaluations/{update:06d}.json").write_text(
             json.dumps({"rows": rows, "metrics": {"eval_loss": 1.0}})
         )
@@ -477,7 +477,8 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
     assert rows[0]["text"].startswith("prompt: question 0\nchosen: </script>")
     page(f"{address}/rows?update=5", 404)
     found = page(f"{address}/evaluations/20")
-    assert (found["before"], [row["change"] for row in found["rows"]]) == (10, [0.0, 1.0, 2.0])
+    assert (found["before"], found["of"], found["falls"]) == (10, "margin", False)
+    assert [row["change"] for row in found["rows"]] == [0.0, -1.0, -2.0]
     assert page(f"{address}/evaluations")["evaluations"][0]["metrics"] == {"eval_loss": 1.0}
 
 

@@ -78,7 +78,7 @@ export async function showSearch([, id, stageName], query) {
     el(
       "div",
       { class: "tools" },
-      searchField(query, "words of a completion or prompt"),
+      searchField(query, "words of a completion"),
       select("Sort", SORTS, query.sort ?? "order", (sort) => choose({ sort, offset: null })),
     ),
     query.search
