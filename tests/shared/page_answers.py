@@ -207,11 +207,12 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
     ]
     found: dict[str, Any] = {
         "api/runs": {
+            "problems": [f"/data: Permission denied {text}"],
             "runs": [
                 {"id": "a", **{name: run[name] for name in ("name", "dir", "state", "error")}, **listed},
                 {"id": "b", "name": "second", "dir": "runs/second", **listed, "state": "failed"}
                 | {"error": f"the loss is not finite {text}", "warnings": []},
-            ]
+            ],
         },
         "api/runs/a": {"id": "a", **run},
         "api/runs/b": {"id": "b", **run, "name": "second", "dir": "runs/second"},

@@ -40,7 +40,15 @@ VIEWS = {
     "compare/a,b": ["learning_rate", "0.01 <b>bold</b>", "0.3333", "reply <b>bold</b>"],
 }
 LIVE = {
-    "": ["first <b>bold</b>", "failed", "60 of 100", "1 min 20 s left", "1 warning", "⚠ Longer is better."]
+    "": [
+        "first <b>bold</b>",
+        "failed",
+        "60 of 100",
+        "1 min 20 s left",
+        "1 warning",
+        "⚠ Longer is better.",
+        "Permission denied",
+    ]
 } | VIEWS
 CONTRAST = """
 (() => {

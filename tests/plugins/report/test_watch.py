@@ -7,8 +7,10 @@ import json
 import os
 import random
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +363,52 @@ def test_links_that_leave_a_run_are_not_followed(run: Path, tmp_path: Path, link
     for route in ("metrics", "rollouts?update=1", "rollouts?search=reply", "evaluations"):
         page(f"runs/{id}/policy/{route}", 404)
     assert "link" in Page(run.parent).runs()["first"]["error"]
+
+
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Be a user who may read only what everyone may."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "closed", ["", "locked", "locked/policy", "locked/policy/journal", "locked/events.jsonl"]
+)
+def test_what_may_not_be_read_is_said_and_the_rest_is_shown(made: Path, closed: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        for name in ("first", "runs/locked"):
+            shutil.copytree(made, Path(folder) / name, symlinks=True)
+        for path in Path(folder).rglob("*"):
+            os.chown(path, *((65534, 65534) if os.geteuid() == 0 else (-1, -1)))
+        place = Path(folder) / "runs" / closed
+        page = Page(Path(folder))
+        ids = {name: run["id"] for name, run in page.runs().items()}
+        routes = ("/policy/metrics", "/policy/rollouts?update=1", "/policy/rollouts?search=reply")
+        for route in routes:  # what they import may not be read by everyone
+            page(f"runs/{ids['first']}{route}")
+        os.chmod(place, 0)
+        with nobody():
+            answer = page("runs")
+            runs = {run["name"]: run for run in answer["runs"]}
+            assert (runs["first"]["state"], runs["first"]["error"]) == ("finished", None)
+            assert page(f"runs/{ids['first']}/policy/rollouts?update=1")["total"] == PROMPTS
+            for route in routes:
+                assert page.client.get(f"/api/runs/{ids['locked']}{route}").status_code in (200, 404)
+            if "locked" in runs:
+                shown = page.client.get(f"/api/runs/{ids['locked']}").json()
+                said = [runs["locked"]["error"], *shown.get("problems", []), str(shown.get("error"))]
+            else:
+                said = answer["problems"]
+            assert any("ermission denied" in str(each) for each in said), said
+        os.chmod(place, 0o755)
 
 
 def test_secrets_stay_hidden(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
