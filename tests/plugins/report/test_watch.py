@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import random
 import shutil
 import tempfile
 import zipfile
@@ -28,10 +27,10 @@ from rlhf_core import InputError, RewardInputs
 from rlhf_core.rollouts import Rollout
 from rlhf_core.rollouts.journal import Journal, JournalEntry
 from rlhf_core.sampling import Rollouts
+from tests.shared.page_requests import ALLOWED, requests
 from tests.shared.report_runs import EVIL, make_run, write
 
 ADDRESS = "http://127.0.0.1:8080"
-ALLOWED = {200, 304, 400, 401, 404, 405, 413, 431}
 PROMPTS, GROUP, LONGEST = 3, 4, 7
 
 
@@ -607,17 +606,28 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     (run / "policy/stage.json").write_text(json.dumps(spec))
     rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(9)]
     write(run / "policy/metrics.jsonl", rows)
+    (run / "audit.json").write_text('{"stages": {"policy": [{"name": "x", "verdict": "pass"}, 3], "rm": 4}}')
     page = Page(run)
-    found = {each["text"]: each["see"] for each in page(f"runs/{page.id('first')}")["stages"][1]["verdict"]}
+    id = page.id("first")
+    found = {each["text"]: each["see"] for each in page(f"runs/{id}")["stages"][1]["verdict"]}
     said = " ".join(found)
+    assert "By rlhf audit, all of the 1 promises that it could check hold." in said
     assert "4 of 10 held-out prompts are in the training data, too" in said
     assert "Longer completions have the higher rewards" in said
     assert "length explains 100% of the differences" in said
     assert "left without a score all have “red”" in said
     see = next(see for text, see in found.items() if "“red”" in text)
-    shown = page(f"runs/{page.id('first')}/policy/rollouts?update=1&where=judge&without=1")
+    shown = page(f"runs/{id}/policy/rollouts?update=1&where=judge&without=1")
     assert see["query"] == {"where": "judge", "without": "1"}
     assert [group["row"] for group in shown["groups"]] == [0]
+    checks = [{"name": "rewards", "verdict": "FAIL", "why": "0.5 apart"}, {"name": "x", "verdict": "pass"}]
+    (run / "audit.json").write_text(json.dumps({"stages": {"policy": checks}}))
+    os.utime(run / "audit.json", (1, 1))
+    found = page(f"runs/{id}")["stages"][1]["verdict"]
+    assert (
+        "By rlhf audit, before its last updates, 1 of 2 promises do not hold. rewards: 0.5 apart"
+        in found[0]["text"]
+    )
 
 
 def test_the_table_of_a_terminal(run: Path) -> None:
@@ -629,106 +639,6 @@ def test_the_table_of_a_terminal(run: Path) -> None:
     assert "reward" in text
     assert spark({"values": [0.0, 1.0, 0.5]}) == "▁█▅"
     assert spark(None) == ""
-
-
-PARTS = (
-    "api",
-    "runs",
-    "compare",
-    "key",
-    "static",
-    "policy",
-    "rm",
-    "rollouts",
-    "rows",
-    "metrics",
-    "evaluations",
-    "events",
-    "completions",
-    "main.js",
-    "..",
-    "%2e%2e",
-    "%00",
-    "%ff",
-    "0",
-    "-1",
-    "1" * 30,
-    "é",
-    "",
-    "a" * 3000,
-)
-NAMES = (
-    "update",
-    "sort",
-    "search",
-    "least",
-    "most",
-    "where",
-    "finish",
-    "offset",
-    "limit",
-    "after",
-    "names",
-    "runs",
-)
-VALUES = (
-    "1",
-    "2",
-    "-1",
-    "0",
-    "nan",
-    "inf",
-    "1e999",
-    "",
-    "reward",
-    "-reward",
-    "judge",
-    "%",
-    "%00",
-    "%ff",
-    "'",
-    '"',
-    "\ud800".encode("utf-8", "replace").decode(),
-    "9" * 20,
-    "a,b",
-    "٣",
-)
-METHODS = ("GET", "GET", "GET", "GET", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "BREW")
-
-
-def requests(seed: int, id: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
-    """Yield methods, addresses, headers and bodies, most of which are nearly right."""
-    rng = random.Random(seed)
-    routes = [
-        "runs",
-        f"runs/{id}",
-        f"runs/{id}/events",
-        "compare",
-        "key",
-        *(
-            f"runs/{id}/policy/{each}"
-            for each in (
-                "metrics",
-                "rollouts",
-                "rows",
-                "evaluations",
-                "evaluations/1",
-                "rollouts/1/completions/1",
-            )
-        ),
-    ]
-    while True:
-        path = (
-            f"/api/{rng.choice(routes)}"
-            if rng.random() < 0.6
-            else "/" + "/".join(rng.choices(PARTS, k=rng.randint(0, 6)))
-        )
-        query = "&".join(f"{rng.choice(NAMES)}={rng.choice((*VALUES, id))}" for _ in range(rng.randint(0, 4)))
-        headers = {"If-None-Match": rng.choice(['"x"', "*", "W/", ","])} if rng.random() < 0.2 else {}
-        if rng.random() < 0.05:
-            headers["Host"] = rng.choice(["evil", "127.0.0.1:x", "[::1]"])
-        body = rng.choice([b"", b"{", b'{"key": 1}', b"x" * 5000]) if rng.random() < 0.3 else b""
-        yield rng.choice(METHODS), f"{path}?{query}" if query else path, headers, body
 
 
 def fuzz(run: Path, seed: int, count: int) -> None:

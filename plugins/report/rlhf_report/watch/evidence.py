@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.hidden import scrub
-from rlhf_report.run_reader import ReportedStage
+from rlhf_report.run_reader import METRICS, ReportedStage
 from rlhf_report.watch.growing import parse
 from rlhf_report.watch.listing import finite
 from rlhf_report.watch.rollout_view import read_sampled, text_of, updates_per_rollout
 from rlhf_report.watch.rows_view import data_files
 from rlhf_report.watch.verdicts import Sentence, warn
 
+AUDIT = "audit.json"
+"""In the run's directory, where one has written it: what `rlhf audit RUN --json` printed."""
 FOLLOWS = 0.5
 """The share of the rewards' variance within groups that is length's, from which rewards follow length: half."""
 FEWEST_GROUPS = 8
@@ -55,7 +57,7 @@ class Evidence:
     def sentences(self, stage: ReportedStage) -> list[Sentence]:
         """Return a sentence for each thing that was found."""
         numbers = stage.files.rollout_numbers
-        found = [*self._leaks(stage)]
+        found = [*_audited(stage), *self._leaks(stage)]
         if numbers:
             found += self._length(stage, numbers)
             found += self._prompts(stage, numbers)
@@ -117,6 +119,35 @@ class Evidence:
         return self._leak[1]
 
 
+def _audited(stage: ReportedStage) -> list[Sentence]:
+    """Say what an audit found, where someone has kept it in the run's directory."""
+    path = stage.files.dir.parent / AUDIT
+    try:
+        with open(path, "rb") as file:
+            content = parse(file.read(MOST_BYTES)) or {}
+        written = os.stat(path).st_mtime
+        logged = os.stat(stage.files.dir / METRICS).st_mtime
+    except OSError:
+        return []
+    stages = content.get("stages")
+    every = stages.get(stage.name) if isinstance(stages, Mapping) else None
+    checks = [each for each in every if isinstance(each, Mapping)] if isinstance(every, list) else []
+    failed = [each for each in checks if each.get("verdict") == "FAIL"]
+    passed = sum(each.get("verdict") == "pass" for each in checks)
+    if not passed and not failed:
+        return []
+    late = "" if written >= logged else ", before its last updates"
+    if not failed:
+        return [Sentence(f"By rlhf audit{late}, all of the {passed:,} promises that it could check hold.")]
+    why = "; ".join(scrub(f"{each.get('name')}: {each.get('why')}")[:300] for each in failed[:3])
+    more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
+    return [
+        warn(
+            f"By rlhf audit{late}, {len(failed):,} of {passed + len(failed):,} promises do not hold. {why}{more}"
+        )
+    ]
+
+
 def _read(stage: ReportedStage, number: int) -> Seen:
     rollout = read_sampled(stage.files, number * updates_per_rollout(stage.files) + 1)
     seen = Seen()
@@ -171,8 +202,8 @@ def _leaked(train: Sequence[str], held_out: Sequence[str]) -> list[Sentence]:
     if not count:
         return []
     text = (
-        f"{count:,} of {len(wanted):,} held-out prompts are in the training data, too: what is measured on them is no "
-        "measure of new ones."
+        f"{count:,} of {len(wanted):,} held-out prompts are in the training data, too: what is measured on them says little "
+        "about others."
     )
     return [warn(text, "evaluation")]
 

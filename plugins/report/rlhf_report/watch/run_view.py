@@ -27,7 +27,7 @@ from rlhf_report.run_reader import (
     stage_sessions,
     stage_state,
 )
-from rlhf_report.watch.evidence import Evidence
+from rlhf_report.watch.evidence import AUDIT, Evidence
 from rlhf_report.watch.growing import GrowingRows, ends
 from rlhf_report.watch.listing import (
     Fingerprint,
@@ -267,11 +267,12 @@ def number_of(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def _newest_files(stage: Path) -> tuple[int, ...]:
-    """Return when files were last added to the folders of a stage."""
+    """Return when files were last added to the folders of a stage, and when the run was audited."""
     marks = []
-    for name in ("journal", "evaluations", "samples", "rows", "values"):
+    folders = [stage / name for name in ("journal", "evaluations", "samples", "rows", "values")]
+    for path in (*folders, stage.parent / AUDIT):
         try:
-            marks.append((stage / name).stat().st_mtime_ns)
+            marks.append(path.stat().st_mtime_ns)
         except OSError:
             marks.append(0)
     return tuple(marks)
