@@ -202,8 +202,8 @@ def _leaked(train: Sequence[str], held_out: Sequence[str]) -> list[Sentence]:
     if not count:
         return []
     text = (
-        f"{count:,} of {len(wanted):,} held-out prompts are in the training data, too: what is measured on them says little "
-        "about others."
+        f"{count:,} of {len(wanted):,} held-out prompts are in the training data, too: what is measured on them says "
+        "little about others."
     )
     return [warn(text, "evaluation")]
 
