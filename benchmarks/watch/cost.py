@@ -47,7 +47,10 @@ def watched(pipeline: Path, directory: Path, stages: list[str]) -> tuple[float, 
     from tests.shared.chromium import Chromium
 
     server = subprocess.Popen(
-        [RLHF, "watch", str(directory.parent), "--port", "0"], stdout=subprocess.PIPE, text=True
+        [RLHF, "watch", str(directory.parent), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         assert server.stdout is not None
