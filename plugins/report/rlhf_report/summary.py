@@ -36,10 +36,12 @@ def summary(
     if len(scored) == 2:
         updates = (scored[0]["step"], scored[1]["step"])
         texts.append(_rewards(stage, updates, *(row["prompt_rewards"] for row in scored)))
-    if shown is not None and (len(scored) < 2 or scored[0]["step"] > shown.updates[0]):
-        kept = ", whose completions are kept," if scored else ""
+    if shown is not None:
         before, after = zip(*shown.prompt_means, strict=True)
-        texts.append(_rewards(stage, shown.updates, before, after, kept))
+        if len(scored) < 2:
+            texts.append(_rewards(stage, shown.updates, before, after))
+        elif scored[0]["step"] > shown.updates[0]:
+            texts.append(_kept(shown.updates, before, after))
     accuracy = next((name for name in ACCURACIES if name in stage.metrics), None)
     if not texts and calibrated and accuracy:
         pairs = round(sum(row_bin["pairs"] for row_bin in calibrated[-1]["calibration"]))
@@ -57,17 +59,16 @@ def _rewards(
     updates: tuple[int, int],
     before: Sequence[float | None],
     after: Sequence[float | None],
-    kept: str = "",
 ) -> str:
-    """Compare the mean rewards of the same prompts. kept: what sets them apart from others, in words."""
-    both = [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+    """Compare the mean rewards of the same prompts."""
+    both = _both(before, after)
     if not both:
         return ""
     first, last = np.array(both, np.float64).T
     start = "before training" if updates[0] == 0 else f"after update {updates[0]:,}"
     held_out = "held-out" if stage.config.get("eval_data") else "training"
     of_all = f" of {len(before):,}" if len(both) < len(before) else ""
-    prompts = f"{len(both):,}{of_all} {held_out} prompt{'s' * (len(before) > 1)}{kept}"
+    prompts = f"{len(both):,}{of_all} {held_out} prompt{'s' * (len(before) > 1)}"
     text = (
         f"The mean reward of {prompts} was {number(first.mean())} {start} and {number(last.mean())} after update "
         f"{updates[1]:,}"
@@ -90,9 +91,26 @@ def _rewards(
     return f"{text} (95 % interval over prompts: {low:+.3g} to {high:+.3g}), {verdict}."
 
 
+def _kept(updates: tuple[int, int], before: Sequence[float | None], after: Sequence[float | None]) -> str:
+    """Say what the mean reward of the few prompts was whose completions were stored before the first evaluation."""
+    both = _both(before, after)
+    if not both:
+        return ""
+    first, last = np.mean(np.array(both, np.float64), axis=0)
+    start = "before training" if updates[0] == 0 else f"after update {updates[0]:,}"
+    return (
+        f"For the {len(both):,} whose completions are kept it was {number(float(first))} {start} and "
+        f"{number(float(last))} after update {updates[1]:,}."
+    )
+
+
+def _both(before: Sequence[float | None], after: Sequence[float | None]) -> list[tuple[float, float]]:
+    return [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+
+
 def _loss_of_rows(before: Sequence[float | None], after: Sequence[float | None]) -> str:
     """Say in how many rows the loss fell, and by how much in the mean over rows, with its interval."""
-    both = [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+    both = _both(before, after)
     if len(both) < FEWEST:
         return ""
     first, last = np.array(both, np.float64).T

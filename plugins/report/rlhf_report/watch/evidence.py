@@ -88,10 +88,11 @@ class Evidence:
         """Say what the prompts have in common that a reward left without a score."""
         times = updates_per_rollout(stage.files)
         found = []
-        for name, points in stage.metrics.items():
+        for name in stage.metrics:
             reward = name.removeprefix("rewards/").removesuffix("/unscored")
-            if name != f"rewards/{reward}/unscored" or not points.values.any():
+            if name != f"rewards/{reward}/unscored" or not stage.metrics[name].values.any():
                 continue
+            points = stage.metrics[name]
             at = {(int(step) - 1) // times for step in points.steps[points.values > 0]} & set(numbers)
             seen = [self._of(stage, number) for number in sorted(at)[:MOST_ROLLOUTS]]
             without = set().union(*(each.unscored.get(reward, set()) for each in seen))

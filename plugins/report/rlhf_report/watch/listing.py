@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import rlhf_report.charts as charts
 from rlhf_core.runs import RunDirectory, StageDirectory, open_run
-from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number, read_metrics
-from rlhf_report.watch.growing import Row, ends
+from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number
+from rlhf_report.watch.columns import Columns
+from rlhf_report.watch.growing import GrowingRows, Row, ends
 from rlhf_report.watch.places import links_that_leave
 from rlhf_report.watch.verdicts import warnings
 
@@ -151,7 +153,7 @@ def _progress(
     # Of metrics that are the same number, as a reward and its sum are, one is enough.
     once = {(newest[name], name.startswith(charts.EVAL)): name for name in reversed(metrics)}
     shown = [name for name in metrics if name in once.values()][:MOST_METRICS]
-    alarms = warnings(read_metrics([*spread, *last])[0])
+    alarms = warnings(Columns(GrowingRows(Path(), [*spread, *last])))
     left = None
     if state == "running" and planned is not None:
         left = seconds_left(last, planned)
@@ -193,9 +195,13 @@ def _spark(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     return {"name": name, "values": [value for _, value in points]}
 
 
-def important(names: Any) -> list[str]:
+def important(names: Iterable[str]) -> list[str]:
     """Order the metrics of a list: those of the short table, a policy's reward before its loss."""
-    every = list(names)
+    return list(_important(tuple(names)))
+
+
+@lru_cache(maxsize=64)  # a run has the same names at every reading
+def _important(every: tuple[str, ...]) -> list[str]:
     ordered = [
         name for key in charts.key_metrics(every) for name in (key, charts.EVAL + key) if name in every
     ]

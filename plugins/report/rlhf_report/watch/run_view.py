@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import rlhf_report.charts as charts
 from rlhf_core.hidden import scrub_all
@@ -27,6 +26,7 @@ from rlhf_report.run_reader import (
     stage_sessions,
     stage_state,
 )
+from rlhf_report.watch.columns import Columns
 from rlhf_report.watch.evidence import AUDIT, Evidence
 from rlhf_report.watch.growing import GrowingRows, ends
 from rlhf_report.watch.listing import (
@@ -45,66 +45,6 @@ KEY = 8
 """Metrics of a stage that are shown first."""
 
 
-class Columns(Mapping[str, Points]):
-    """The metrics of rows, each made when it is asked for; a step logged twice counts once."""
-
-    def __init__(self, lines: GrowingRows) -> None:
-        self._lines = lines
-        self._names: dict[str, None] = {}
-        self._seen = 0
-        self._replaced = lines.replaced
-        self._made: dict[str, tuple[int, Points | None]] = {}
-
-    def names(self) -> list[str]:
-        """Return the metrics that were ever a number."""
-        if self._replaced != self._lines.replaced:
-            self._names, self._seen, self._made = {}, 0, {}
-            self._replaced = self._lines.replaced
-        rows = self._lines.rows
-        for row in rows[self._seen :]:
-            if number(row.get("step")) is None:
-                continue
-            for name, value in row.items():
-                if name not in self._names and name not in ("step", "time") and number(value) is not None:
-                    self._names[name] = None
-        self._seen = len(rows)
-        return list(self._names)
-
-    def __getitem__(self, name: str) -> Points:
-        if name not in self.names():
-            raise KeyError(name)
-        made = self._made.get(name)
-        if made is None or made[0] != self._seen:
-            made = (self._seen, _points(self._lines.rows, name))
-            self._made[name] = made
-        if made[1] is None:
-            raise KeyError(name)
-        return made[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
-
-
-def _points(rows: list[dict[str, Any]], name: str) -> Points | None:
-    values: dict[float, float] = {}
-    missing = 0
-    for row in rows:
-        if name not in row:
-            continue
-        step, value = number(row.get("step")), number(row[name])
-        if value is None:
-            missing += 1
-        elif step is not None:
-            values[step] = value
-    if not values:
-        return None
-    steps = np.array(sorted(values))
-    return Points(steps, np.array([values[step] for step in steps]), missing)
-
-
 @dataclass
 class WatchedRun:
     """A run that is looked at: what was read of it, and the answer that was made of it last."""
@@ -116,16 +56,23 @@ class WatchedRun:
     _lines: dict[str, GrowingRows] = field(default_factory=dict)
     _columns: dict[str, Columns] = field(default_factory=dict)
     _mark: Fingerprint = ()
+    _opened: tuple[Fingerprint, RunDirectory] | None = None
     _answer: dict[str, Any] = field(default_factory=dict)
     _verdicts: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
     _evidence: dict[str, Evidence] = field(default_factory=dict)
 
     def open(self) -> RunDirectory:
         """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
-        run = open_run(self.path, damaged=self._note)
         for link in links_that_leave(self.path)[:1]:
             raise Damaged(link, "it is a link that leaves the run's directory, and is not followed")
-        return run
+        now = self._now()
+        if self._opened is None or self._opened[0] != now:
+            self._opened = now, open_run(self.path, damaged=self._note)
+        return self._opened[1]
+
+    def _now(self) -> Fingerprint:
+        """Identify the content of the run's files, and those that its folders have."""
+        return (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
 
     def _note(self, error: Damaged) -> None:
         self.problems[described(error)] = None
@@ -156,7 +103,7 @@ class WatchedRun:
 
     def answer(self) -> dict[str, Any]:
         """Describe the run."""
-        mark = (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
+        mark = self._now()
         if not self._answer or mark != self._mark:
             self._answer, self._mark = self._made(), mark
         return self._answer
@@ -194,6 +141,7 @@ class WatchedRun:
 
     def _made(self) -> dict[str, Any]:
         self.problems = {}
+        self._opened = None  # what is damaged is said where it is read first
         run = self.open()
         reported = self.reported(run)
         events = self.events()
@@ -289,8 +237,13 @@ def shown_event(event: Mapping[str, Any]) -> dict[str, Any]:
     return scrub_all(kept)
 
 
-def shown_charts(names: list[str]) -> list[dict[str, Any]]:
+def shown_charts(names: Iterable[str]) -> list[dict[str, Any]]:
     """Group metrics into charts, those of the short table first."""
+    return _shown_charts(tuple(names))
+
+
+@lru_cache(maxsize=64)  # a run has the same names at every reading
+def _shown_charts(names: tuple[str, ...]) -> list[dict[str, Any]]:
     ranks = {name: rank for rank, name in enumerate(important(names))}
     described = [
         {"group": kind.group, "title": kind.title, "names": each, "log": kind.log, "unit": kind.unit}

@@ -231,9 +231,10 @@ def _nothing_to_learn(metrics: Mapping[str, Points]) -> list[Sentence]:
 def _unscored(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Name the rewards that leave completions without a score, or fail."""
     found = []
-    for name, points in metrics.items():
+    for name in metrics:
         if not name.startswith("rewards/"):
             continue
+        points = metrics[name]
         reward, _, what = name.removeprefix("rewards/").rpartition("/")
         if what == "unscored" and points.values.any():
             most = int(points.values.argmax())
