@@ -201,6 +201,8 @@ def test_states_of_runs(run: Path) -> None:
     assert (entry["state"], entry["error"]) == ("failed", EVIL)
     shutil.rmtree(run)
     assert page.runs() == {}
+    run.parent.rename(run.parent.with_name("elsewhere"))
+    assert page("runs") == {"runs": [], "problems": [f"{run.parent}: is not there yet, or not any more"]}
 
 
 def test_a_run_grows_while_it_is_watched(run: Path) -> None:

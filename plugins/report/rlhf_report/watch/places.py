@@ -24,7 +24,10 @@ def find_runs(directories: Sequence[Path], problems: list[str]) -> dict[str, Pat
     """Return {id: directory} of the runs in and below the directories; names those that cannot be read."""
     found = {}
     for directory in directories:
-        for path in _runs(directory.expanduser().absolute(), DEPTH, problems):
+        named = directory.expanduser().absolute()
+        if not os.path.lexists(named):
+            problems.append(f"{named}: is not there yet, or not any more")
+        for path in _runs(named, DEPTH, problems):
             found[run_id(path)] = path
     return found
 
