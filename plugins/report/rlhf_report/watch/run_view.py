@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import rlhf_report.charts as charts
 from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
-from rlhf_report.pages import machine
+from rlhf_report.diagram import picture
 from rlhf_report.run_reader import (
     EVENTS,
     LARGEST,
@@ -21,13 +21,15 @@ from rlhf_report.run_reader import (
     Points,
     ReportedRun,
     ReportedStage,
+    compiled,
     described,
     number,
     parts,
+    require_run,
     stage_sessions,
     stage_state,
 )
-from rlhf_report.watch.growing import GrowingRows, ends
+from rlhf_report.watch.growing import GrowingRows
 from rlhf_report.watch.listing import (
     Fingerprint,
     fingerprint,
@@ -164,7 +166,7 @@ class WatchedRun:
         running = run.is_running
         stages = tuple(self._reported(stage, running) for stage in run.stages)
         machines = [event["machine"] for event in events if isinstance(event.get("machine"), dict)]
-        return ReportedRun(run, stages, machines[-1] if machines else {}, (), [])
+        return ReportedRun(run, stages, machines[-1] if machines else {})
 
     def _reported(self, stage: StageDirectory, running: bool) -> ReportedStage:
         own = [
@@ -175,7 +177,9 @@ class WatchedRun:
         lines = self.metrics(stage)
         columns = self._columns.setdefault(stage.name, Columns(lines))
         state, message = stage_state(stage, own, running)
-        times = [when for row in (lines.rows[:1] + lines.rows[-1:]) if (when := number_of(row, "time"))]
+        rows = lines.rows
+        times = [when for row in (rows[:1] + rows[-1:]) if (when := number_of(row, "time"))]
+        updates = next((step for row in reversed(rows) if (step := number_of(row, "step")) is not None), 0)
         planned, saved = number(stage.plan.get("updates")), stage.best.get("model")
         is_last = saved == stage.best.get("updates", saved)
         return ReportedStage(
@@ -183,10 +187,12 @@ class WatchedRun:
             state,
             message,
             sessions=stage_sessions(own, stage.spec, times[-1] if times else None),
+            updates=int(updates),
             planned=None if planned is None else int(planned),
             metrics=columns,
             first_row=times[0] if times else None,
             saved=saved if isinstance(saved, int) and not is_last else None,
+            facts=tuple(_facts(rows, own)),
         )
 
     def _made(self) -> dict[str, Any]:
@@ -202,8 +208,12 @@ class WatchedRun:
             "dir": str(self.path),
             "state": state,
             "error": error,
-            "machine": machine(reported),
+            "machine": _machine(reported.machine),
+            "versions": _versions(reported),
+            "seed": run.pipeline.get("seed"),
+            "began": min((each.sessions[0].began for each in reported.stages if each.sessions), default=None),
             "seconds": reported.seconds,
+            "picture": asdict(picture(reported.stages)) if reported.stages else None,
             "config": scrub_all(run.text or _toml(reported)),
             "events": [shown_event(event) for event in events],
             "problems": list(self.problems),
@@ -213,9 +223,6 @@ class WatchedRun:
     def _stage(self, stage: ReportedStage, run: ReportedRun) -> dict[str, Any]:
         files, rows = stage.files, self._lines[stage.name].rows
         names = list(stage.metrics)
-        update = max(
-            (int(step) for row in rows[-1:] if (step := number_of(row, "step")) is not None), default=0
-        )
         left = None
         if stage.state == "running" and stage.planned is not None:
             left = seconds_left(rows, stage.planned)
@@ -224,11 +231,13 @@ class WatchedRun:
             "trainer": stage.trainer,
             "state": stage.state,
             "message": stage.message,
-            "update": update,
+            "update": stage.updates,
             "updates": stage.planned,
             "saved": stage.saved,
+            "facts": list(stage.facts),
+            "next": _next_command(stage, run),
             "seconds_left": left,
-            "verdict": self._verdict(stage, update),
+            "verdict": self._verdict(stage, stage.updates),
             "key": [name for name in important(names) if not name.startswith(charts.EVAL)][:KEY],
             "metrics": names,
             "charts": shown_charts(names),
@@ -237,7 +246,6 @@ class WatchedRun:
             "rollouts": rollout_updates(files),
             "rows": numbered(files.dir / "rows", ".npz"),
             "evaluations": list(files.evaluations),
-            "weights": weight_names(files.dir / "weights.jsonl"),
         }
 
     def _verdict(self, stage: ReportedStage, update: int) -> list[str]:
@@ -254,6 +262,56 @@ class WatchedRun:
             self.problems |= dict.fromkeys(problems)
             self._verdicts[stage.name] = known
         return known[1]
+
+
+def read_run(path: str | Path) -> ReportedRun:
+    """Read a run. Raises InputError where there is none."""
+    run = WatchedRun("", require_run(path))
+    return run.reported(run.open())
+
+
+def _facts(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say how much a stage was trained on, and what its process compiled for it."""
+    newest = {name: value for row in rows[-1:] for name in row if (value := number(row[name])) is not None}
+    if "num_tokens" in newest:
+        yield f"{newest['num_tokens']:,.0f} tokens"
+    if "epoch" in newest:
+        yield f"{newest['epoch']:.3g} epoch{'s' * (newest['epoch'] != 1)}"
+    sessions = sum(event.get("event") in ("begun", "continued") for event in events)
+    if sessions > 1:
+        yield f"in {sessions} sessions"
+    if programs := compiled(events):
+        yield f"compiled {programs}"
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    """Describe the machine, as in `1 × cpu, jax 0.10.2, Python 3.11.7`; empty if no event has it."""
+    if not facts:
+        return ""
+    device = str(facts.get("device", facts.get("platform", "")))
+    words = [f"{facts.get('devices', '?')} × {device}"]
+    if facts.get("processes", 1) != 1:
+        words.append(f"{facts['processes']} processes")
+    words += [
+        f"{label} {facts[key]}" for key, label in (("jax", "jax"), ("python", "Python")) if key in facts
+    ]
+    return ", ".join(words)
+
+
+def _versions(run: ReportedRun) -> str:
+    """Return `rlhf-core 0.1.0, …` of the last stage that began."""
+    for stage in reversed(run.stages):
+        recorded = stage.files.spec.get("versions")
+        if isinstance(recorded, Mapping):
+            return ", ".join(f"{name} {version}" for name, version in recorded.items())
+    return ""
+
+
+def _next_command(stage: ReportedStage, run: ReportedRun) -> str:
+    """Return the command that continues a stage which is neither done nor running."""
+    if stage.state in ("done", "running") or not run.files.text:
+        return ""
+    return f"rlhf run {run.files.dir / 'pipeline.resolved.toml'}"
 
 
 def number_of(row: Mapping[str, Any], name: str) -> float | None:
@@ -308,15 +366,6 @@ def subsets(metrics: Mapping[str, Points]) -> dict[str, Any] | None:
         return None
     rows = [[group, *(values.get(column) for column in columns)] for group, values in sorted(table.items())]
     return {"columns": ["group", *columns], "rows": rows}
-
-
-def weight_names(path: Path) -> list[str]:
-    """List the weights that were logged last; none without the file."""
-    try:
-        rows = ends(path)[1]
-    except OSError:
-        return []
-    return sorted({name for row in rows[-1:] for name in row} - {"step", "time"})
 
 
 def numbered(folder: Path, suffix: str) -> list[int]:

@@ -10,8 +10,9 @@ from contextlib import closing
 from pathlib import Path
 
 from rlhf_core.runs import StageDirectory
+from rlhf_report.samples import text_of
 from rlhf_report.watch.listing import finite
-from rlhf_report.watch.rollout_view import group_size, text_of
+from rlhf_report.watch.rollout_view import group_size
 
 VERSION = 1
 """Of the tables; an index of another version is made anew."""
