@@ -71,7 +71,8 @@ def _collect_run(watched: Watched, id: str, answers: dict[str, Any]) -> None:
             answers[f"{place}/rollouts?update={update}"] = _cut(watched.rollouts(id, name, update, wanted))
         for update in kept["rows"]:
             found = watched.rows(id, name, update, "-loss", 0, MOST_TRAINED)
-            answers[f"{place}/rows?update={update}"] = shortened(found)
+            left = found["total"] - len(found["rows"])
+            answers[f"{place}/rows?update={update}"] = shortened({**found, "left_out": left})
         if kept["evaluations"]:
             answers[f"{place}/evaluations"] = watched.evaluations(id, name)
         for update in kept["evaluations"]:

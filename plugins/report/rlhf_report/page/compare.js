@@ -2,7 +2,7 @@
 import { makeChart, points } from "./chart.js";
 import { makeCurves } from "./curves.js";
 import { get, isFrozen } from "./data.js";
-import { breakable, chip, el, exact, number, replace, table } from "./dom.js";
+import { breakable, chip, clock, el, exact, number, replace, table } from "./dom.js";
 import { choose, link } from "./route.js";
 import { chartsOf, makeRows } from "./run.js";
 
@@ -10,7 +10,7 @@ export async function showComparison([, list], query) {
   const ids = (list ?? "").split(",").filter(Boolean);
   const answer = await get("compare", { runs: ids.join(",") });
   const stage = answer.stages.find(({ name }) => name === query.stage) ?? answer.stages.at(-1);
-  const names = labels(answer.runs);
+  const names = answer.runs.map(({ name }) => name);
   const head = [el("h1", {}, `${ids.length} runs`), runsTable(answer.runs, names)];
   const path = [["compare", ""]];
   if (!stage)
@@ -18,10 +18,15 @@ export async function showComparison([, list], query) {
   const { settings, controls } = makeCurves(query, () => redraw());
   const every = chartsOf(stage).flatMap(perMetric);
   const few = every.filter(({ base }) => !stage.key || stage.key.includes(base));
-  const shown = query.all === "1" || !few.length ? every : few;
+  const isAll = query.all ? query.all === "1" : isFrozen();
+  const shown = isAll || !few.length ? every : few;
   const wanted = shown.flatMap((kind) => kind.names);
   const sources = answer.runs.map((run) => makeRows(run.id, stage.name));
-  const charts = shown.map((kind) => ({ kind, chart: makeChart(kind.title, kind.group, kind.title) }));
+  await Promise.all(sources.map((source) => source.grow(wanted, 0)));
+  const charts = onceEach(shown, sources).map((kind) => ({
+    kind,
+    chart: makeChart(kind.title, kind.group, kind.title),
+  }));
 
   function redraw() {
     for (const { kind, chart } of charts) {
@@ -68,13 +73,12 @@ export async function showComparison([, list], query) {
       type: "button",
       class: "more",
       "data-key": "more",
-      on: { click: () => choose({ all: query.all === "1" ? null : 1 }) },
+      on: { click: () => choose({ all: isAll ? 0 : 1 }) },
     },
-    query.all === "1" ? "Fold the rest" : "All charts",
+    isAll ? "Fold the rest" : "All charts",
   );
   const tools = el("div", { class: "tools" }, controls);
   const board = el("div", { class: "charts" });
-  await Promise.all(sources.map((source) => source.grow(wanted, 0)));
   return {
     title: "Compare",
     path,
@@ -106,24 +110,34 @@ function perMetric(kind) {
   return bases.map((base) => ({
     ...kind,
     base,
+    of: kind.title,
     title: title(base),
     names: kind.names.filter((name) => name.replace(/^eval_/, "") === base),
   }));
 }
 
-// Names that tell the runs apart: the last folders, where they differ, else the whole paths.
-function labels(runs) {
-  const names = runs.map(({ name, dir }) => name ?? dir);
-  return new Set(names).size === names.length ? names : runs.map(({ dir }) => dir);
+// Leave out a metric whose curves are those of another one of its kind in every run, as `reward` and a single reward's.
+function onceEach(kinds, sources) {
+  const kept = [];
+  for (const kind of kinds) {
+    const curves = kind.names.map((name) => sources.map(({ log }) => log.rows.map((row) => row[name] ?? null)));
+    const drawn = JSON.stringify(curves);
+    const twin = kept.find((other) => other.kind.of === kind.of && other.drawn === drawn);
+    const isFlat = curves.flat(2).every((value) => !value);
+    if (twin && !isFlat) twin.kind.title += ` = ${kind.base}`;
+    else kept.push({ kind: { ...kind }, drawn });
+  }
+  return kept.map(({ kind }) => kind);
 }
 
 function runsTable(runs, names) {
-  const rows = runs.map(({ id, dir, state }, i) => [
+  const rows = runs.map(({ id, dir, state, seconds }, i) => [
     [el("i", { class: `swatch c${i}` }), el("a", { href: link(["run", id]) }, breakable(names[i]))],
     chip(state),
+    clock(seconds),
     el("span", { class: "prose" }, breakable(dir)),
   ]);
-  return table("Runs", ["run", "state", "directory"], rows, { class: "events" });
+  return table("Runs", ["run", "state", "took", "directory"], rows, { class: "events" });
 }
 
 function values(stage, names) {
@@ -131,9 +145,8 @@ function values(stage, names) {
     breakable(name),
     ...last.map((value) => el("span", { title: exact(value) }, number(value))),
   ]);
-  return rows.length
-    ? el("section", {}, el("h2", {}, "Last values"), table("Last values", ["metric", ...names], rows))
-    : null;
+  const title = stage.saved?.some(Number.isFinite) ? "Values of the saved models" : "Last values";
+  return rows.length ? el("section", {}, el("h2", {}, title), table(title, ["metric", ...names], rows)) : null;
 }
 
 function differences(stage, names) {
