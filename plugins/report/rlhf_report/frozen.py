@@ -12,11 +12,13 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
+
+from rlhf_http.fields import BadRequest
 
 from rlhf_report.watch.rollout_view import WantedRollouts
 
@@ -58,29 +60,39 @@ def collect(watched: Watched, ids: Sequence[str]) -> dict[str, Any]:
 def _collect_run(watched: Watched, id: str, answers: dict[str, Any]) -> None:
     """Add a run, its stages' curves and results, and the rollouts, rows and evaluations of some updates."""
     run, route = watched.run(id), f"api/runs/{quote(id, safe='')}"
+    problems = dict.fromkeys(run["problems"])
     stages = []
     for stage in run["stages"]:
         name, place = stage["name"], f"{route}/{quote(stage['name'], safe='')}"
         rows = watched.metrics(id, name, -math.inf, None)["rows"]
         answers[f"{place}/metrics"] = {"rows": thinned(rows)}
         answers[f"{place}/results"] = shortened(watched.results(id, name))
-        every = {kind: stage[kind] for kind in ("rollouts", "rows", "evaluations")}
-        kept = {kind: _spread(updates, stage["saved"]) for kind, updates in every.items()}
-        wanted = WantedRollouts(sort="-spread", limit=MOST_GROUPS)
-        for update in kept["rollouts"]:
-            answers[f"{place}/rollouts?update={update}"] = _cut(watched.rollouts(id, name, update, wanted))
-        for update in kept["rows"]:
-            found = watched.rows(id, name, update, "-loss", 0, MOST_TRAINED)
-            left = found["total"] - len(found["rows"])
-            answers[f"{place}/rows?update={update}"] = shortened({**found, "left_out": left})
-        if kept["evaluations"]:
+        if stage["evaluations"]:
             answers[f"{place}/evaluations"] = watched.evaluations(id, name)
-        for update in kept["evaluations"]:
-            answers[f"{place}/evaluations/{update}"] = _changed_most(watched.evaluation(id, name, update))
-        stages.append(
-            {**stage, **kept, "rows_logged": len(rows), "kept_of": {k: len(v) for k, v in every.items()}}
-        )
-    answers[route] = {**run, "stages": stages}
+        kept: dict[str, list[int]] = {}
+        for kind, read in _readers(watched, id, name).items():
+            found = {}
+            for update in _spread(stage[kind], stage["saved"]):
+                try:
+                    found[update] = read(update)
+                except BadRequest as error:  # a file is damaged
+                    problems[str(error)] = None
+            between = "/" if kind == "evaluations" else "?update="
+            answers |= {f"{place}/{kind}{between}{update}": answer for update, answer in found.items()}
+            kept[kind] = list(found)
+        counts = {kind: len(stage[kind]) for kind in kept}
+        stages.append({**stage, **kept, "rows_logged": len(rows), "kept_of": counts})
+    answers[route] = {**run, "stages": stages, "problems": list(problems)}
+
+
+def _readers(watched: Watched, id: str, stage: str) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Return {kind of answer: what reads that of an update, and leaves out what would be much}."""
+    by_spread = WantedRollouts(sort="-spread", limit=MOST_GROUPS)
+    return {
+        "rollouts": lambda update: _cut(watched.rollouts(id, stage, update, by_spread)),
+        "rows": lambda update: _largest(watched.rows(id, stage, update, "-loss", 0, MOST_TRAINED)),
+        "evaluations": lambda update: _changed_most(watched.evaluation(id, stage, update)),
+    }
 
 
 def _spread(updates: Sequence[int], saved: int | None) -> list[int]:
@@ -93,7 +105,7 @@ def _spread(updates: Sequence[int], saved: int | None) -> list[int]:
 
 
 def _cut(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the groups of a rollout that fit, those whose rewards differ most, as sampled; `left_out` counts the others."""
+    """Keep the groups of a rollout that fit, those whose rewards differ most; `left_out` counts the others."""
     shown = shortened(answer)
     room = MOST_CHARACTERS
     kept: list[dict[str, Any]] = []
@@ -104,6 +116,11 @@ def _cut(answer: Mapping[str, Any]) -> dict[str, Any]:
         kept.append(group)
     kept.sort(key=lambda group: group["completions"][0]["index"])
     return {**shown, "groups": kept, "left_out": answer["total"] - len(kept)}
+
+
+def _largest(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Count the rows of an update that are left out: those with smaller losses."""
+    return dict(shortened({**answer, "left_out": answer["total"] - len(answer["rows"])}))
 
 
 def _changed_most(answer: Mapping[str, Any]) -> dict[str, Any]:

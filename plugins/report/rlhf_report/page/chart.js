@@ -13,6 +13,8 @@ export function place(row, axis, first) {
   return row.step;
 }
 
+const isOverUpdates = (axis) => ["update", "tokens", "time"].includes(axis);
+
 // Return the points of a metric: {x, y, steps, missing}. missing: the places of values that were not finite.
 export function points(rows, name, axis, unit = 1) {
   const made = { x: [], y: [], steps: [], missing: [] };
@@ -273,7 +275,7 @@ export function makeChart(title, group, key) {
         el("i", { class: `c${line.colour % COLOURS}` }),
         breakable(line.label ?? line.name),
         " ",
-        el("b", {}, i >= 0 ? number(line.y[i]) : "–"),
+        el("b", {}, i < 0 ? "–" : x === null && !isOverUpdates(settings.axis) ? "" : number(line.y[i])),
       );
     });
     legend.replaceChildren(...keys);
@@ -290,7 +292,7 @@ export function makeChart(title, group, key) {
       const i = nearest(line.steps, step);
       return line.steps[i] === step ? exact(line.raw[i]) : "";
     };
-    const hasUpdates = ["update", "tokens", "time"].includes(settings.axis);
+    const hasUpdates = isOverUpdates(settings.axis);
     const rows = shown.map((step) => [
       settings.open
         ? el("button", { class: "link", type: "button", on: { click: () => settings.open(step) } }, step)

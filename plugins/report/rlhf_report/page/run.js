@@ -52,7 +52,8 @@ export async function showRun([, id, wanted], query) {
   const below = el("div");
 
   function drawWords() {
-    replace(top, heading(run), isWhole || !isFrozen() ? picture(run) : null, tabs(run, isWhole ? null : stages[0].name));
+    const shown = isWhole ? null : stages[0].name;
+    replace(top, heading(run), isWhole ? verdicts(run) : null, picture(run), tabs(run, shown));
     replace(below, belowOf(run));
     for (const view of views) view.drawWords();
   }
@@ -129,7 +130,7 @@ function stageView(id, name, run, { settings, listing, front }) {
       chart.draw(linesOf(kind, rows, settings.axis), { ...shared, log: settings.log || kind.log });
   }
 
-  // Lay the charts out: the trainer's few metrics, then the rest by group.
+  // Lay the charts out: the trainer's few metrics, then the rest.
   function layOut() {
     const few = keyCharts(now());
     const fits = ({ title, names: of }) =>
@@ -148,7 +149,6 @@ function stageView(id, name, run, { settings, listing, front }) {
     const logged = now().rows_logged ?? 0;
     const zeros = rest.filter((kind) => isAlwaysZero(kind, source.log.rows));
     const drawn = rest.filter((kind) => !zeros.includes(kind));
-    const groups = [...new Set(drawn.map(({ group }) => group))];
     const more = chartsOf(now()).length - few.length;
     const fold = el(
       "button",
@@ -175,14 +175,7 @@ function stageView(id, name, run, { settings, listing, front }) {
           )
         : null,
       more > 0 && !listing.search ? fold : null,
-      groups.map((group) =>
-        el(
-          "section",
-          {},
-          el("h3", {}, group),
-          el("div", { class: "charts" }, drawn.filter((kind) => kind.group === group).map(make)),
-        ),
-      ),
+      el("div", { class: "charts" }, drawn.map(make)),
       zeros.length
         ? el("p", { class: "note" }, "Always 0, and not drawn: ", zeros.flatMap((kind) => kind.names).join(", "), ".")
         : null,
@@ -247,6 +240,13 @@ function isAlwaysZero(kind, rows) {
   return values.every((value) => value === 0);
 }
 
+// The first sentence on each stage.
+function verdicts(run) {
+  const judged = run.stages.filter(({ verdict: sentences }) => sentences?.length);
+  const first = ({ name, verdict: sentences }) => el("li", {}, el("b", {}, name), ": ", sentences[0]);
+  return judged.length ? el("ul", { class: "verdicts" }, judged.map(first)) : null;
+}
+
 function picture(run) {
   return run.picture ? el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Stages" }, diagram(run.picture)) : null;
 }
@@ -258,7 +258,6 @@ function heading(run) {
     run.seconds ? `took ${clock(run.seconds)}` : null,
     Number.isFinite(run.seed) ? `seed ${run.seed}` : null,
     run.machine,
-    run.versions,
   ].filter(Boolean);
   const error = run.error ? el("p", { class: "message failed" }, run.error) : null;
   return [
@@ -450,6 +449,7 @@ function belowOf(run) {
           el("pre", {}, run.config),
         )
       : null,
+    run.versions ? el("p", { class: "note" }, `Versions: ${run.versions}`) : null,
     problems.length
       ? el(
           "section",

@@ -19,7 +19,7 @@ LEAST_VALUES = 50
 BINS = 30
 TITLES = {
     "reward": ("Reward of completions", "reward"),
-    "length": ("Length of completions, tokens", "tokens"),
+    "length": ("Length of completions, tokens", "length"),
 }
 
 

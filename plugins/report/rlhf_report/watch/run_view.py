@@ -150,8 +150,6 @@ class WatchedRun:
             lines.refresh()
         except OSError as error:
             self._note(Damaged(lines.path, str(error.strerror)))
-        if lines.damaged:
-            self._note(Damaged(lines.path, "damaged lines", lines=lines.damaged))
 
     def answer(self) -> dict[str, Any]:
         """Describe the run."""
@@ -202,6 +200,10 @@ class WatchedRun:
         events = self.events()
         state, error = state_of(run, events)
         stages = [self._stage(stage, reported) for stage in reported.stages]
+        for lines in self._lines.values():
+            damaged = lines.damaged + (lines.torn and not run.is_running)
+            if damaged:
+                self._note(Damaged(lines.path, "damaged lines", lines=damaged))
         return {
             "id": self.id,
             "name": self.path.name,
