@@ -40,7 +40,10 @@ def metrics(updates: int = UPDATES, shift: float = 0.0) -> list[dict[str, Any]]:
             "step": step,
             "time": BEGAN + 2 * step,
             "num_tokens": 400 * step,
-            "reward": float32(math.sin(step / 20) + shift - (step > 40)),
+            **dict.fromkeys(
+                ("reward", "rewards/model/mean"), float32(math.sin(step / 20) + shift - (step > 40))
+            ),
+            "zero": 0.0,
             "kl": float32(step / 1000),
             "loss": None if step == 33 else float32(0.1 / step),
             "grad_norm": float32(1 / step),
@@ -125,7 +128,11 @@ def results(text: str) -> dict[str, Any]:
         "finish": "stop",
         "copies": 3,
     }
-    after = before | {"messages": [said | {"content": f"then {text}"}], "dropped": f"failed {text}"}
+    after = before | {
+        "text": f"then {text}",
+        "messages": [said | {"content": f"then {text}"}],
+        "dropped": f"failed {text}",
+    }
     side = {"prompt": f"Asked {text}", "asked": None, "columns": {f"answer {text}": f"42 {text}"}}
     completions = {
         "title": "Completions",
@@ -185,10 +192,12 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
             "log": True,
             "unit": 1,
         },
-        {"group": "Reward", "title": "Reward", "names": ["reward", "eval_reward"], "log": False, "unit": 1},
+        {"group": "Reward", "title": "Reward", "names": ["reward", "rewards/model/mean", "eval_reward"]}
+        | {"log": False, "unit": 1},
+        {"group": "Other", "title": "Zero", "names": ["zero"], "log": False, "unit": 1},
         {"group": "Clip and KL", "title": f"KL {text}", "names": ["kl"], "log": False, "unit": 1},
     ]
-    names = ["loss", "grad_norm", "reward", "eval_reward", "kl"]
+    names = ["loss", "grad_norm", "reward", "rewards/model/mean", "eval_reward", "kl", "zero"]
     policy = {
         "name": "policy",
         "trainer": "grpo",

@@ -133,7 +133,7 @@ function barsOf(line, { toX, toY }) {
   const half = binOf(line) / 2;
   return line.x.map((x, i) =>
     svg("rect", {
-      class: `line bar c${line.colour % COLOURS}`,
+      class: `line column c${line.colour % COLOURS}`,
       x: toX(x - half),
       y: toY(line.y[i]),
       width: toX(x + half) - toX(x - half),

@@ -25,7 +25,8 @@ Row = dict[str, Any]
 class GrowingRows:
     """The rows of a file of JSON lines, of which `refresh` reads what was added.
 
-    damaged: lines that are no JSON object. torn: whether the last line does not end, as while it is written. replaced: how often the file was written anew, and read from its start.
+    damaged: lines that are no JSON object. torn: whether the last line does not end, as while it is written.
+    replaced: how often the file was written anew, and read from its start.
     """
 
     path: Path
