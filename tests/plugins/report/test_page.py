@@ -403,10 +403,10 @@ def test_a_report_sorts_and_searches_by_itself(browser: Chromium, address: str) 
 
 
 def test_charts_are_drawn_in_a_picture_and_on_paper(browser: Chromium, address: str) -> None:
-    """Without scrolling to them, and folded ones, too."""
-    browser.open(f"{address}#/run/a/policy?all=1")
+    """Without scrolling to them, and folded ones, too; in a report those of all stages, and histograms."""
+    browser.open(f"{address}#/run/a?all=1")
     drawn = "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.line').length > 0)"
-    count = 5 if address.startswith("file:") else 4
+    count = 9 if address.startswith("file:") else 4
     assert browser.read(drawn) == [True] * count
     browser.look(width=800, height=600, dark=True, media="print")
     assert browser.read(drawn) == [True] * count

@@ -168,7 +168,8 @@ function values(stage, names) {
     ...last.map((value) => el("span", { title: exact(value) }, number(value))),
   ]);
   const title = stage.saved?.some(Number.isFinite) ? "Values of the saved models" : "Last values";
-  return rows.length ? el("section", {}, el("h3", {}, title), table(`${stage.name}: ${title}`, ["metric", ...names], rows)) : null;
+  const caption = `${stage.name}: ${title}`;
+  return rows.length ? el("section", {}, el("h3", {}, title), table(caption, ["metric", ...names], rows)) : null;
 }
 
 function differences(stage, names) {

@@ -5,7 +5,10 @@ import { breakable, el, exact, number, table } from "./dom.js";
 
 // answer: of the route `results`. Return the elements, and a function that draws what needs its place on the page.
 export function results(answer, stage) {
-  const charts = answer.charts.map((one) => ({ one, chart: makeChart(one.title, one.group, `${stage.name} ${one.title}`) }));
+  const charts = answer.charts.map((one) => ({
+    one,
+    chart: makeChart(one.title, one.group, `${stage.name} ${one.title}`),
+  }));
   const content = [
     keyTable(answer.metrics, stage),
     charts.length
@@ -38,7 +41,7 @@ const quantity = (name, value) =>
 
 const isSame = (a, b) => ["first", "last", "least", "largest", "count"].every((part) => a?.[part] === b?.[part]);
 
-// The metrics that matter, in training and held out; of equal ones, such as `reward` and a single reward's mean, the first.
+// The metrics that matter, in training and held out; of equal ones, as `reward` and a single reward's mean, the first.
 function keyTable(metrics, stage) {
   const byName = new Map(metrics.map((metric) => [metric.name, metric]));
   const shown = [];
@@ -49,7 +52,10 @@ function keyTable(metrics, stage) {
     );
     if (!isKnown) shown.push({ name, trained, heldOut });
   }
-  const now = (metric) => (metric ? el("b", { title: exact(metric.saved ?? metric.last) }, quantity(metric.name, metric.saved ?? metric.last)) : "–");
+  const now = (metric) => {
+    const value = metric?.saved ?? metric?.last ?? null;
+    return value === null ? "–" : el("b", { title: exact(value) }, quantity(metric.name, value));
+  };
   const rows = shown.map(({ name, trained, heldOut }) => [
     breakable(name),
     trained?.count > 1 ? quantity(name, trained.first) : "",
@@ -84,19 +90,26 @@ function completions({ title, updates, sides, same_prompts: isSamePrompts, group
   const [first, last] = updates;
   const isBoth = first !== last;
   const middle = group > 1 ? `, each with the completion of median reward among its ${group}` : "";
-  const said = !isBoth
-    ? `Update ${first}, the only one that was stored.`
-    : isSamePrompts
-      ? `The same prompts at update ${first} and at update ${last}${middle}; those whose mean reward changed most come first. ▲ and ▼ compare a prompt's mean reward; whether that is more than chance is said above.`
-      : `Update ${first} next to update ${last}: their prompts differ, so completions at the same quantile of the reward are shown side by side.`;
+  const same = [
+    `The same prompts at update ${first} and at update ${last}${middle}; those whose mean reward changed most come first.`,
+    "▲ and ▼ compare a prompt's mean reward; whether that is more than chance is said above.",
+  ];
+  const other = [
+    `Update ${first} next to update ${last}: their prompts differ,`,
+    "so completions at the same quantile of the reward are shown side by side.",
+  ];
+  let said = [`Update ${first}, the only one that was stored.`];
+  if (isBoth) said = isSamePrompts ? same : other;
   const rows = means.map(({ name, before, after }) => [breakable(name), number(before), el("b", {}, number(after))]);
   const caption = `${stage}: means of these completions`;
   return el(
     "section",
     {},
     el("h3", {}, title, isBoth ? ", before and after" : ""),
-    el("p", { class: "note" }, said),
-    isBoth && rows.length ? table(caption, ["mean of these prompts", "before", "after"], rows, { class: "narrow" }) : null,
+    el("p", { class: "note" }, said.join(" ")),
+    isBoth && rows.length
+      ? table(caption, ["mean of these prompts", "before", "after"], rows, { class: "narrow" })
+      : null,
     sides.map((side, i) => pair(side, { key: `${stage} ${title} ${i}`, isBoth, isSamePrompts, group, updates })),
   );
 }

@@ -47,7 +47,9 @@ export async function showRun([, id, wanted], query) {
   const stages = isWhole ? run.stages : [stageOf(run, wanted)];
   const { settings, controls } = makeCurves(query, () => views.forEach(({ redraw }) => redraw()));
   const listing = { all: query.all ? query.all === "1" : isFrozen(), search: query.search ?? "" };
-  const views = stages.map(({ name }) => stageView(id, name, () => run, { settings, listing, front: isWhole ? `${name} ` : "" }));
+  const views = stages.map(({ name }) =>
+    stageView(id, name, () => run, { settings, listing, front: isWhole ? `${name} ` : "" }),
+  );
   const top = el("div");
   const below = el("div");
 
@@ -218,10 +220,12 @@ function stageView(id, name, run, { settings, listing, front }) {
     made.draw();
   }
 
+  const fail = (error) => replace(outcome, el("p", { class: "message failed", role: "alert" }, error.message));
+
   // The results are read from many files: in a report they are there, a live page reads them when they are unfolded.
   const fold = el(
     "details",
-    { "data-key": `results ${name}`, on: { toggle: () => fold.open && fill() } },
+    { "data-key": `results ${name}`, on: { toggle: () => fold.open && fill().catch(fail) } },
     el("summary", {}, "Results: numbers, distributions, weights, completions before and after"),
     outcome,
   );
@@ -248,7 +252,8 @@ function verdicts(run) {
 }
 
 function picture(run) {
-  return run.picture ? el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": "Stages" }, diagram(run.picture)) : null;
+  const place = { class: "wide", tabindex: "0", role: "region", "aria-label": "Stages", "data-key": "stages" };
+  return run.picture ? el("div", place, diagram(run.picture)) : null;
 }
 
 function heading(run) {
