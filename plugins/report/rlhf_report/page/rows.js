@@ -58,7 +58,7 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
     (row.text ?? "").toLowerCase().includes((query.search ?? "").toLowerCase()),
   );
   const offset = Number(query.offset ?? 0);
-  const page = { rows: shown.slice(offset, offset + LIMIT), total: shown.length };
+  const page = { rows: shown.slice(offset, offset + LIMIT), total: shown.length, left_out: answer.left_out };
   const content = [
     el("h1", {}, `Evaluation at update ${number(update)}`),
     steps(stage.evaluations ?? [], update, (other) =>

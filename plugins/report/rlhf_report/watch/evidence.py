@@ -12,9 +12,10 @@ import numpy as np
 
 from rlhf_core.hidden import scrub
 from rlhf_report.run_reader import METRICS, ReportedStage
+from rlhf_report.samples import text_of
 from rlhf_report.watch.growing import parse
 from rlhf_report.watch.listing import finite
-from rlhf_report.watch.rollout_view import read_sampled, text_of, updates_per_rollout
+from rlhf_report.watch.rollout_view import read_sampled, updates_per_rollout
 from rlhf_report.watch.rows_view import data_files
 from rlhf_report.watch.verdicts import Sentence, warn
 

@@ -12,8 +12,9 @@ import numpy as np
 
 from rlhf_core.hidden import scrub
 from rlhf_core.runs import StageDirectory
+from rlhf_report.samples import text_of
 from rlhf_report.watch.listing import finite
-from rlhf_report.watch.rollout_view import read_arrays, text_of
+from rlhf_report.watch.rollout_view import read_arrays
 
 MOST = 500
 """Rows of one answer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import rlhf_report.charts as charts
 from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
-from rlhf_report.pages import machine
+from rlhf_report.diagram import picture
 from rlhf_report.run_reader import (
     EVENTS,
     LARGEST,
@@ -20,15 +20,17 @@ from rlhf_report.run_reader import (
     Points,
     ReportedRun,
     ReportedStage,
+    compiled,
     described,
     number,
     parts,
+    require_run,
     stage_sessions,
     stage_state,
 )
 from rlhf_report.watch.columns import Columns
 from rlhf_report.watch.evidence import AUDIT, Evidence
-from rlhf_report.watch.growing import GrowingRows, ends
+from rlhf_report.watch.growing import GrowingRows
 from rlhf_report.watch.listing import (
     Fingerprint,
     fingerprint,
@@ -98,8 +100,6 @@ class WatchedRun:
             lines.refresh()
         except OSError as error:
             self._note(Damaged(lines.path, str(error.strerror)))
-        if lines.damaged:
-            self._note(Damaged(lines.path, "damaged lines", lines=lines.damaged))
 
     def answer(self) -> dict[str, Any]:
         """Describe the run."""
@@ -114,7 +114,7 @@ class WatchedRun:
         running = run.is_running
         stages = tuple(self._reported(stage, running) for stage in run.stages)
         machines = [event["machine"] for event in events if isinstance(event.get("machine"), dict)]
-        return ReportedRun(run, stages, machines[-1] if machines else {}, (), [])
+        return ReportedRun(run, stages, machines[-1] if machines else {})
 
     def _reported(self, stage: StageDirectory, running: bool) -> ReportedStage:
         own = [
@@ -125,7 +125,9 @@ class WatchedRun:
         lines = self.metrics(stage)
         columns = self._columns.setdefault(stage.name, Columns(lines))
         state, message = stage_state(stage, own, running)
-        times = [when for row in (lines.rows[:1] + lines.rows[-1:]) if (when := number_of(row, "time"))]
+        rows = lines.rows
+        times = [when for row in (rows[:1] + rows[-1:]) if (when := number_of(row, "time"))]
+        updates = next((step for row in reversed(rows) if (step := number_of(row, "step")) is not None), 0)
         planned, saved = number(stage.plan.get("updates")), stage.best.get("model")
         is_last = saved == stage.best.get("updates", saved)
         return ReportedStage(
@@ -133,10 +135,12 @@ class WatchedRun:
             state,
             message,
             sessions=stage_sessions(own, stage.spec, times[-1] if times else None),
+            updates=int(updates),
             planned=None if planned is None else int(planned),
             metrics=columns,
             first_row=times[0] if times else None,
             saved=saved if isinstance(saved, int) and not is_last else None,
+            facts=tuple(_facts(rows, own)),
         )
 
     def _made(self) -> dict[str, Any]:
@@ -147,14 +151,22 @@ class WatchedRun:
         events = self.events()
         state, error = state_of(run, events)
         stages = [self._stage(stage, reported) for stage in reported.stages]
+        for lines in self._lines.values():
+            damaged = lines.damaged + (lines.torn and not run.is_running)
+            if damaged:
+                self._note(Damaged(lines.path, "damaged lines", lines=damaged))
         return {
             "id": self.id,
             "name": self.path.name,
             "dir": str(self.path),
             "state": state,
             "error": error,
-            "machine": machine(reported),
+            "machine": _machine(reported.machine),
+            "versions": _versions(reported),
+            "seed": run.pipeline.get("seed"),
+            "began": min((each.sessions[0].began for each in reported.stages if each.sessions), default=None),
             "seconds": reported.seconds,
+            "picture": asdict(picture(reported.stages)) if reported.stages else None,
             "config": scrub_all(run.text or _toml(reported)),
             "events": [shown_event(event) for event in events],
             "problems": list(self.problems),
@@ -164,9 +176,6 @@ class WatchedRun:
     def _stage(self, stage: ReportedStage, run: ReportedRun) -> dict[str, Any]:
         files, rows = stage.files, self._lines[stage.name].rows
         names = list(stage.metrics)
-        update = max(
-            (int(step) for row in rows[-1:] if (step := number_of(row, "step")) is not None), default=0
-        )
         left = None
         if stage.state == "running" and stage.planned is not None:
             left = seconds_left(rows, stage.planned)
@@ -175,11 +184,13 @@ class WatchedRun:
             "trainer": stage.trainer,
             "state": stage.state,
             "message": stage.message,
-            "update": update,
+            "update": stage.updates,
             "updates": stage.planned,
             "saved": stage.saved,
+            "facts": list(stage.facts),
+            "next": _next_command(stage, run),
             "seconds_left": left,
-            "verdict": self._verdict(stage, update),
+            "verdict": self._verdict(stage, stage.updates),
             "key": [name for name in important(names) if not name.startswith(charts.EVAL)][:KEY],
             "metrics": names,
             "charts": shown_charts(names),
@@ -188,7 +199,6 @@ class WatchedRun:
             "rollouts": rollout_updates(files),
             "rows": numbered(files.dir / "rows", ".npz"),
             "evaluations": list(files.evaluations),
-            "weights": weight_names(files.dir / "weights.jsonl"),
         }
 
     def _verdict(self, stage: ReportedStage, update: int) -> list[dict[str, Any]]:
@@ -206,6 +216,56 @@ class WatchedRun:
             self.problems |= dict.fromkeys(problems)
             self._verdicts[stage.name] = known
         return known[1]
+
+
+def read_run(path: str | Path) -> ReportedRun:
+    """Read a run. Raises InputError where there is none."""
+    run = WatchedRun("", require_run(path))
+    return run.reported(run.open())
+
+
+def _facts(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say how much a stage was trained on, and what its process compiled for it."""
+    newest = {name: value for row in rows[-1:] for name in row if (value := number(row[name])) is not None}
+    if "num_tokens" in newest:
+        yield f"{newest['num_tokens']:,.0f} tokens"
+    if "epoch" in newest:
+        yield f"{newest['epoch']:.3g} epoch{'s' * (newest['epoch'] != 1)}"
+    sessions = sum(event.get("event") in ("begun", "continued") for event in events)
+    if sessions > 1:
+        yield f"in {sessions} sessions"
+    if programs := compiled(events):
+        yield f"compiled {programs}"
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    """Describe the machine, as in `1 × cpu, jax 0.10.2, Python 3.11.7`; empty if no event has it."""
+    if not facts:
+        return ""
+    device = str(facts.get("device", facts.get("platform", "")))
+    words = [f"{facts.get('devices', '?')} × {device}"]
+    if facts.get("processes", 1) != 1:
+        words.append(f"{facts['processes']} processes")
+    words += [
+        f"{label} {facts[key]}" for key, label in (("jax", "jax"), ("python", "Python")) if key in facts
+    ]
+    return ", ".join(words)
+
+
+def _versions(run: ReportedRun) -> str:
+    """Return `rlhf-core 0.1.0, …` of the last stage that began."""
+    for stage in reversed(run.stages):
+        recorded = stage.files.spec.get("versions")
+        if isinstance(recorded, Mapping):
+            return ", ".join(f"{name} {version}" for name, version in recorded.items())
+    return ""
+
+
+def _next_command(stage: ReportedStage, run: ReportedRun) -> str:
+    """Return the command that continues a stage which is neither done nor running."""
+    if stage.state in ("done", "running") or not run.files.text:
+        return ""
+    return f"rlhf run {run.files.dir / 'pipeline.resolved.toml'}"
 
 
 def number_of(row: Mapping[str, Any], name: str) -> float | None:
@@ -266,15 +326,6 @@ def subsets(metrics: Mapping[str, Points]) -> dict[str, Any] | None:
         return None
     rows = [[group, *(values.get(column) for column in columns)] for group, values in sorted(table.items())]
     return {"columns": ["group", *columns], "rows": rows}
-
-
-def weight_names(path: Path) -> list[str]:
-    """List the weights that were logged last; none without the file."""
-    try:
-        rows = ends(path)[1]
-    except OSError:
-        return []
-    return sorted({name for row in rows[-1:] for name in row} - {"step", "time"})
 
 
 def numbered(folder: Path, suffix: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -14,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 import rlhf_report.charts as charts
-from rlhf_report.pages import shown
 from rlhf_report.watch.watched import Watched
 
 SECONDS = 2.0
@@ -23,6 +23,13 @@ BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "green", "failed": "red", "finished": "", "stopped": "yellow"}
 METRICS = 3
 """Metrics of a run that are shown; the page has the rest."""
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
+
+
+def shown(text: str) -> str:
+    """Show control characters and marks that reorder text as their escapes."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def show(directories: Sequence[Path]) -> None:

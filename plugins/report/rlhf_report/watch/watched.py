@@ -16,7 +16,8 @@ from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, StageDirectory
 from rlhf_report.watch.comparing import compared
 from rlhf_report.watch.listing import RunList
-from rlhf_report.watch.places import find_runs, is_within
+from rlhf_report.watch.places import find_runs, is_within, run_id
+from rlhf_report.watch.results_view import results_of
 from rlhf_report.watch.rollout_view import (
     MOST,
     Decode,
@@ -45,10 +46,11 @@ Json = dict[str, Any]
 
 
 class Watched:
-    """The runs below some directories. Every method is safe to call from several threads."""
+    """Some runs, and those below some directories. Every method is safe to call from several threads."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
+    def __init__(self, directories: Sequence[Path] = (), runs: Sequence[Path] = ()) -> None:
         self.directories = [directory.expanduser().absolute() for directory in directories]
+        self._given = {run_id(run.absolute()): run.absolute() for run in runs}
         self._list = RunList()
         self._lock = threading.Lock()
         self._searching = threading.Lock()
@@ -61,7 +63,7 @@ class Watched:
         """List the runs, the one that changed last first."""
         problems: list[str] = []
         with self._lock:
-            entries = self._list.refresh(find_runs(self.directories, problems))
+            entries = self._list.refresh(self._given | find_runs(self.directories, problems))
         return {"runs": scrub_all(entries), "problems": problems}
 
     def run(self, id: str) -> Json:
@@ -83,6 +85,15 @@ class Watched:
             return {"rows": rows[start:]}
         kept = ("step", "time", "num_tokens", *names)
         return {"rows": [{name: row[name] for name in kept if name in row} for row in rows[start:]]}
+
+    def results(self, id: str, stage: str) -> Json:
+        """Describe what a stage came to."""
+        run = self._run(id)
+        name = self._stage(run, stage).name
+        with run.lock:
+            found = run.reported(run.open()).stage(name)
+            assert found is not None
+            return dict(scrub_all(results_of(found)))
 
     def rollouts(self, id: str, stage: str, update: int | None, wanted: WantedRollouts) -> Json:
         """Describe an update's rollout; without an update, search in the completions of the whole stage."""
@@ -161,9 +172,7 @@ class Watched:
         return {"events": [event for event in events if _time(event) > after]}
 
     def compare(self, ids: Sequence[str]) -> Json:
-        """Compare two to six runs."""
-        if not 2 <= len(set(ids)) <= 6 or len(set(ids)) != len(ids):
-            raise BadRequest("runs: give 2 to 6 different runs", param="runs")
+        """Compare runs."""
         return compared([self._run(id) for id in ids])
 
     def _run(self, id: str) -> WatchedRun:
@@ -171,7 +180,7 @@ class Watched:
         with self._lock:
             run = self._open.get(id)
             if run is None:
-                path = find_runs(self.directories, []).get(id)
+                path = self._given.get(id) or find_runs(self.directories, []).get(id)
                 if path is None:
                     raise BadRequest("there is no such run, or not any more", status=404)
                 run = WatchedRun(id, path)
