@@ -55,8 +55,9 @@ export async function showRun([, id, wanted], query) {
 
   function drawWords() {
     const shown = isWhole ? null : stages[0].name;
-    replace(top, heading(run), isWhole ? verdicts(run) : null, picture(run), tabs(run, shown));
-    replace(below, belowOf(run));
+    // The verdict comes first: of a single stage it is below the tabs, and the picture at the end.
+    replace(top, heading(run), isWhole ? [verdicts(run), picture(run)] : null, tabs(run, shown));
+    replace(below, isWhole ? null : picture(run), belowOf(run));
     for (const view of views) view.drawWords();
   }
 
