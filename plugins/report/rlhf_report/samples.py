@@ -381,6 +381,11 @@ def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
     rewards = content.get("prompt_rewards")  # of earlier versions, which wrote no rows
     if rewards is not None:
         return {"prompt_rewards": _floats(rewards)}
+    return _row_values(content)
+
+
+def _row_values(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the rewards or losses of the rows of the first set, or the number of its pairs."""
     rows: Sequence[Mapping[str, Any]] = content["rows"]
     rows = [row for row in rows if row.get("set") == rows[0].get("set")]
     # The implicit rewards of KTO's rows are no rewards of prompts: those of bad replies are to fall.

@@ -34,7 +34,7 @@ MOST_BYTES = 2**25
 
 
 @dataclass
-class Seen:
+class RolloutEvidence:
     """What a rollout adds to the evidence.
 
     sums: of the products of rewards and lengths about the means of their groups: length², reward × length, reward².
@@ -48,11 +48,11 @@ class Seen:
     scored: dict[str, set[str]] = field(default_factory=dict)
 
 
-class Evidence:
+class FileEvidence:
     """The evidence of a stage; each rollout is read once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, RolloutEvidence] = {}
         self._leak: tuple[Any, list[Sentence]] = ((), [])
 
     def sentences(self, stage: ReportedStage) -> list[Sentence]:
@@ -64,7 +64,7 @@ class Evidence:
             found += self._prompts(stage, numbers)
         return found
 
-    def _of(self, stage: ReportedStage, number: int) -> Seen:
+    def _of(self, stage: ReportedStage, number: int) -> RolloutEvidence:
         if number not in self._seen:
             self._seen[number] = _read(stage, number)
         return self._seen[number]
@@ -131,9 +131,7 @@ def _audited(stage: ReportedStage) -> list[Sentence]:
         logged = os.stat(stage.files.dir / METRICS).st_mtime
     except OSError:
         return []
-    stages = content.get("stages")
-    every = stages.get(stage.name) if isinstance(stages, Mapping) else None
-    checks = [each for each in every if isinstance(each, Mapping)] if isinstance(every, list) else []
+    checks = _checks(content, stage.name)
     failed = [each for each in checks if each.get("verdict") == "FAIL"]
     passed = sum(each.get("verdict") == "pass" for each in checks)
     if not passed and not failed:
@@ -150,9 +148,16 @@ def _audited(stage: ReportedStage) -> list[Sentence]:
     ]
 
 
-def _read(stage: ReportedStage, number: int) -> Seen:
+def _checks(content: Mapping[str, Any], stage: str) -> list[Mapping[str, Any]]:
+    """Return the checks of a stage in what an audit printed; none where it has another form."""
+    stages = content.get("stages")
+    every = stages.get(stage) if isinstance(stages, Mapping) else None
+    return [each for each in every if isinstance(each, Mapping)] if isinstance(every, list) else []
+
+
+def _read(stage: ReportedStage, number: int) -> RolloutEvidence:
     rollout = read_sampled(stage.files, number * updates_per_rollout(stage.files) + 1)
-    seen = Seen()
+    seen = RolloutEvidence()
     if rollout is None:
         return seen
     for start in range(0, len(rollout.samples), rollout.group):
@@ -168,7 +173,7 @@ def _read(stage: ReportedStage, number: int) -> Seen:
     return seen
 
 
-def _add_lengths(seen: Seen, group: Sequence[Mapping[str, Any]]) -> None:
+def _add_lengths(seen: RolloutEvidence, group: Sequence[Mapping[str, Any]]) -> None:
     pairs = [(finite(each.get("length")), finite(each.get("reward"))) for each in group]
     known = np.array([pair for pair in pairs if None not in pair], np.float64)
     if len(known) < 2 or not np.ptp(known, axis=0).all():

@@ -29,7 +29,7 @@ from rlhf_report.run_reader import (
     stage_state,
 )
 from rlhf_report.watch.columns import Columns
-from rlhf_report.watch.evidence import AUDIT, Evidence
+from rlhf_report.watch.evidence import AUDIT, FileEvidence
 from rlhf_report.watch.growing import GrowingRows
 from rlhf_report.watch.listing import (
     Fingerprint,
@@ -61,7 +61,7 @@ class WatchedRun:
     _opened: tuple[Fingerprint, RunDirectory] | None = None
     _answer: dict[str, Any] = field(default_factory=dict)
     _verdicts: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
-    _evidence: dict[str, Evidence] = field(default_factory=dict)
+    _evidence: dict[str, FileEvidence] = field(default_factory=dict)
 
     def open(self) -> RunDirectory:
         """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
@@ -208,7 +208,7 @@ class WatchedRun:
         if known is None or known[0] != mark:
             problems: list[str] = []
             try:
-                evidence = self._evidence.setdefault(stage.name, Evidence()).sentences(stage)
+                evidence = self._evidence.setdefault(stage.name, FileEvidence()).sentences(stage)
                 known = (mark, [asdict(each) for each in verdict(stage, problems, evidence)])
             except Exception as error:  # evaluations may hold anything
                 known = (mark, [])
