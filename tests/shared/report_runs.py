@@ -174,7 +174,8 @@ def make_run(directory: Path, *, steps: int = 20, rate: float = 1e-4, offset: fl
             for i in range(8)
         ]
         write(directory / f"policy/samples/update-{step:06d}.jsonl", sample)
-    pair = {"prompt": "p", "chosen": "good", "rejected": "bad", "chosen_score": 1.5, "rejected_score": -0.5}
+    pair = {"row": "/far/away/pairs.jsonl row 7", "prompt": "p", "chosen": "good", "rejected": "bad"}
+    pair |= {"chosen_score": 1.5, "rejected_score": -0.5}
     write(directory / "rm/samples/evaluation-000020.jsonl", [pair])
     found = {
         "step": 20,

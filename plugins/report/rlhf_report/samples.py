@@ -78,20 +78,25 @@ def _messages(sample: Mapping[str, Any], said: Sequence[Any]) -> list[dict[str, 
     the environment wrote it as the assistant.
     """
     shown = [message(each) for each in said]
-    given = sample.get("turns")
-    turns = [turn for turn in given if isinstance(turn, Mapping)] if isinstance(given, list) else []
+    turns = _turns(sample)
     assistant = [place for place, one in enumerate(shown) if one["role"] == "assistant"]
     recorded = [place for turn in turns for place in assistant if place == turn.get("message")]
     written = recorded if turns and len(recorded) == len(turns) else assistant
     for place, one in enumerate(shown):
         one["policy"] = place in written
-    if turns and len(written) == len(turns):  # else it is not known which of them the environment added
+    if len(written) == len(turns):  # else it is not known which of them the environment added
         for count, (place, turn) in enumerate(zip(written, turns, strict=True), 1):
             numbers = {name: number(turn.get(name)) for name in ("tokens", "reward")}
             shown[place] |= {"turn": count, **numbers}
         for place in set(assistant) - set(written):
             shown[place]["added"] = True
     return shown
+
+
+def _turns(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what is known of the policy's turns; empty where the completion is no episode."""
+    turns = sample.get("turns")
+    return [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
 
 
 def _role(each: Any) -> str:

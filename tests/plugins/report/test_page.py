@@ -154,13 +154,13 @@ def test_every_view_says_what_the_answers_say(browser: Chromium, address: str, w
 def test_runs_are_shown_as_rlhf_watch_answers_and_as_a_report_of_its_answers(
     browser: Chromium, watched: tuple[str, Path], tmp_path: Path
 ) -> None:
-    watched, directory = watched
+    served, directory = watched
     file = rlhf_report.compare([directory / "first", directory / "second"], tmp_path / "report.html")
     ids = [run["id"] for run in report_runs.Report(file).all["api/runs"]["runs"]]
-    browser.open(watched)
+    browser.open(served)
     names = browser.read("[...document.querySelectorAll('.run a')].map((e) => e.innerText)")
     assert sorted(names) == ["first", "second"]
-    run = get(watched, f"api/runs/{ids[0]}")
+    run = get(served, f"api/runs/{ids[0]}")
     views = [f"compare/{','.join(ids)}"]
     parts = "h1, .legend, .completion .text, .row, [data-key^=numbers] td"
     for stage in run["stages"]:
@@ -171,7 +171,7 @@ def test_runs_are_shown_as_rlhf_watch_answers_and_as_a_report_of_its_answers(
         ]
     for view in views:
         shown = []
-        for address in (watched, file.as_uri()):
+        for address in (served, file.as_uri()):
             chosen = "?stage=policy&all=1" if view.startswith("compare") else "?all=1"
             browser.open(f"{address}#/{view.replace('evaluations', 'evaluation')}{chosen}")
             fold = "document.querySelector('[data-key^=results]')"

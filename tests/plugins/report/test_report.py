@@ -54,7 +54,7 @@ def test_results_are_those_of_the_files(page: Any) -> None:
     assert calibration["lines"][0] == {"name": "update 20, 4 pairs", "x": [0.7], "y": [0.75]}
     assert rm["pairs"] == [
         {
-            "row": "",
+            "row": "pairs.jsonl row 7",
             "prompt": "p",
             "chosen": "good",
             "rejected": "bad",
@@ -122,17 +122,15 @@ def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) 
     assert means == {"reward": (2.5, 9), "model": (1.5, 8), "brevity": (0.5, 0.5), "tokens": (4, 24)}
 
 
-def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    found = runs.completions(evaluated(tmp_path / "first", {0: [1.0]}))
-    assert found["updates"] == [0, 0]
-    assert found["sides"][0]["after"] is None
-
-
 def test_equal_completions_of_a_prompt_are_counted(tmp_path: Path) -> None:
+    """Of a run that has just begun, here."""
     run = runs.make_policy_run(tmp_path / "first")
     rows = [{"prompt": "asked", "completion": "x" if i else "y", "reward": float(i)} for i in range(8)]
     write(run / "policy/samples/evaluation-000000.jsonl", rows)
-    assert runs.completions(run)["sides"][0]["before"]["copies"] == 7
+    found = runs.completions(run)
+    assert found["updates"] == [0, 0]
+    assert found["sides"][0]["after"] is None
+    assert found["sides"][0]["before"]["copies"] == 7
 
 
 @pytest.mark.parametrize(("steps", "others"), [(700, 2), pytest.param(10_000, 30, marks=pytest.mark.long)])
@@ -284,12 +282,3 @@ def test_a_row_stands_with_its_columns_and_without_its_role_as_text(tmp_path: Pa
     assert side["before"]["text"] == "said"
     long = f"{'x' * 300}… (1,000 characters)"
     assert side["columns"] == {"answer": "42", "note": f"see {runs.EVIL}", "long": long}
-
-
-def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
-    pair = {"prompt": "<|im_start|>user\nHi", "chosen": "good", "rejected": "bad"}
-    scores = {"chosen_score": 1.5, "rejected_score": -0.5, "row": "/far/away/pairs.jsonl row 7"}
-    write(run / "rm/samples/evaluation-000020.jsonl", [{**pair, **scores}])
-    (found,) = runs.results(run, "rm")["pairs"]
-    assert (found["row"], found["prompt"]) == ("pairs.jsonl row 7", pair["prompt"])

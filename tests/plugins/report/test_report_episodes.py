@@ -67,9 +67,8 @@ def test_the_prompt_is_told_where_prompts_differ(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_told(tmp_path: Path) -> None:
-    told = f"rows.jsonl row 1: environment 'x': step raised KeyError {EVIL}"
-    found = sides(tmp_path, [episode(1.0), episode(None, failure=told, turns=[], completion=[])])
-    assert (found[0]["before"]["dropped"], found[0]["before"]["finish"]) == (told, "failed")
+    found = sides(tmp_path, [episode(1.0), episode(None, failure=EVIL, turns=[], completion=[])])
+    assert (found[0]["before"]["dropped"], found[0]["before"]["finish"]) == (EVIL, "failed")
 
 
 YES = {"role": "assistant", "content": "Yes."}

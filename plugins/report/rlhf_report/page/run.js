@@ -327,8 +327,10 @@ function opener(id, stage) {
   const rollouts = stage.rollouts ?? [];
   const rows = stage.rows ?? [];
   const evaluations = stage.evaluations ?? [];
+  // Of a rollout, a report shows first what there was to learn from.
+  const sort = (kind) => (isFrozen() && kind === "update" ? "-spread" : null);
   const to = (kind, update, text) =>
-    el("a", { class: "button", href: link(["run", id, stage.name, kind, update]) }, text);
+    el("a", { class: "button", href: link(["run", id, stage.name, kind, update], { sort: sort(kind) }) }, text);
   return [
     rollouts.length ? to("update", rollouts.at(-1), "Newest rollout") : null,
     rollouts.length && !isFrozen()
