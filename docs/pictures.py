@@ -46,8 +46,9 @@ def views(address: str, name: str) -> dict[str, tuple[str, str]]:
         "update": (f"{place}/update/{update}?sort=-spread", ".completion"),
         "tokens": (f"{place}/update/{update}?sort=-spread&completion={update}.{completion}", ".token"),
     }
-    if len(runs) > 1:
-        ids = ",".join(each["id"] for each in runs[:2])
+    alike = [each["id"] for each in runs if each["stage"] == stage["name"] and each["id"] != run["id"]]
+    if alike:
+        ids = f"{run['id']},{alike[0]}"
         found["compare"] = (f"compare/{ids}?stage={stage['name']}", ".plot .line")
     return found
 

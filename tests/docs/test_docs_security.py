@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rlhf_report import pages
+from rlhf_report.frozen import frozen
 
 REPOSITORY = Path(__file__).parents[2]
 PRIVATE = {"pipeline.resolved.toml", "stage.json"}
@@ -107,15 +107,13 @@ def test_nothing_is_unpickled_but_what_workers_and_their_parents_send(
 
 
 def test_the_page_forbids_requests_and_holds_none() -> None:
-    templates = {path.name: path.read_text(encoding="utf-8") for path in pages.HERE.iterdir()}
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', templates["base.html.j2"])
+    page = frozen({"api/runs": {"runs": []}}, "run")
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     assert policy[1].startswith("default-src 'none'; ")
     assert "http" not in policy[1]
-    for name, text in templates.items():
-        assert not re.search(r"""(?:src|href|action)\s*=\s*["']?(?!#)[\w/:{]""", text), name
-        assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", text), name
-        assert not re.search(r"\|\s*safe\b|autoescape", text), name
+    assert not re.search(r"""<[^>]*\s(?:src|href|action)\s*=\s*["']?(?!#)[\w/:{]""", page)
+    assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", page)
 
 
 def test_templates_are_rendered_in_a_sandbox() -> None:

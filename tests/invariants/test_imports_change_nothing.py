@@ -10,7 +10,7 @@ PROGRAM = """
 import atexit, importlib, json, logging, os, pkgutil, signal, sys, threading, warnings
 
 # What other libraries change when they are imported is not this library's.
-THIRD_PARTY = "jax", "wandb", "orbax.checkpoint.v1", "datasets", "transformers", "bokeh.plotting", "math_verify"
+THIRD_PARTY = "jax", "wandb", "orbax.checkpoint.v1", "datasets", "transformers", "math_verify"
 
 def state():
     import jax

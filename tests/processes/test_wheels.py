@@ -118,7 +118,7 @@ def test_a_wheel_has_every_file_of_its_package(
 
 
 LIBRARIES = {
-    "rlhf_report": ["bokeh>=3.9", "rich>=14.0", "rlhf-http", "starlette>=1.0"],
+    "rlhf_report": ["rich>=14.0", "rlhf-http", "starlette>=1.0"],
     "rlhf_http": ["httptools>=0.6.3", "starlette>=1.0", "uvicorn>=0.40"],
     "rlhf_remote": ["httpx>=0.27", "jsonschema>=4.23", "rlhf-http"],
     "rlhf_serve": ["prometheus-client>=0.22", "rlhf-http", "starlette>=1.0"],
@@ -247,7 +247,7 @@ def test_core_and_one_trainer_need_nothing_that_only_other_packages_need(
         directory.mkdir()
     required = message_from_bytes(metadata(wheels["rlhf_core"], "METADATA")).get_all("Requires-Dist", ())
     names = needed(required)
-    assert not {"wandb", "uvicorn", "starlette", "bokeh", "tensorboardx", "math-verify"} & names
+    assert not {"wandb", "uvicorn", "starlette", "tensorboardx", "math-verify"} & names
     for name in names:
         for file in distribution(name).files or ():
             top = Path(sysconfig.get_paths()["purelib"]) / file.parts[0]

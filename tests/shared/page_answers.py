@@ -40,7 +40,10 @@ def metrics(updates: int = UPDATES, shift: float = 0.0) -> list[dict[str, Any]]:
             "step": step,
             "time": BEGAN + 2 * step,
             "num_tokens": 400 * step,
-            "reward": float32(math.sin(step / 20) + shift - (step > 40)),
+            **dict.fromkeys(
+                ("reward", "rewards/model/mean"), float32(math.sin(step / 20) + shift - (step > 40))
+            ),
+            "zero": 0.0,
             "kl": float32(step / 1000),
             "loss": None if step == 33 else float32(0.1 / step),
             "grad_norm": float32(1 / step),
@@ -96,6 +99,72 @@ def groups(update: int, text: str) -> list[dict[str, Any]]:
     ]
 
 
+def picture(text: str) -> dict[str, Any]:
+    """Two stages with an arrow between them."""
+    box = {"y": 1, "trainer": "grpo", "state": "done", "lines": [f"pairs.jsonl {text}"]}
+    return {
+        "width": 510,
+        "height": 98,
+        "boxes": [{"x": 1, "name": "rm", **box}, {"x": 301, "name": "policy", **box}],
+        "arrows": [{"path": "M209 49H299", "label": f"reward {text}", "x": 255, "y": 41}],
+    }
+
+
+def results(text: str) -> dict[str, Any]:
+    """What a stage came to: a histogram, completions of an episode before and after, a pair."""
+    said = {
+        "role": "assistant",
+        "policy": True,
+        "turn": 1,
+        "tokens": 5,
+        "reward": 0.5,
+        "errors": [f"no {text}"],
+    }
+    before = {
+        "text": f"first {text}",
+        "reward": 0.5,
+        "rewards": {"model": 0.5, "brevity": None},
+        "length": 4,
+        "finish": "stop",
+        "copies": 3,
+    }
+    after = before | {
+        "text": f"then {text}",
+        "messages": [said | {"content": f"then {text}"}],
+        "dropped": f"failed {text}",
+    }
+    side = {"prompt": f"Asked {text}", "asked": None, "columns": {f"answer {text}": f"42 {text}"}}
+    completions = {
+        "title": "Completions",
+        "updates": [0, 60],
+        "same_prompts": True,
+        "group": 4,
+        "means": [{"name": f"reward {text}", "before": 0.5, "after": 1.5}],
+        "sides": [
+            side | {"before": before, "after": after, "means": [0.5, 1.5]},
+            side | {"before": before, "after": before, "means": [0.5, 0.5]},
+        ],
+    }
+    numbers = {"first": 0.5, "last": 1.5, "least": 0.25, "largest": 2.5, "count": 60, "missing": 1}
+    pair = {part: f"{part} {text}" for part in ("row", "prompt", "chosen", "rejected")}
+    line = {"x": [0.5, 1.5], "y": [25.0, 75.0]}
+    return {
+        "metrics": [{"name": name, "saved": 1.0, **numbers} for name in ("reward", "kl", "memory/peak")],
+        "charts": [
+            {
+                "group": "Distributions",
+                "title": f"Rewards {text}",
+                "axis": "reward",
+                "bars": True,
+                "lines": [{"name": f"update 1 {text}", **line}, {"name": "update 60", **line}],
+            }
+        ],
+        "completions": [completions],
+        "pairs": [pair | {"scores": [{"update": 60, "chosen": 1.5, "rejected": -0.5}]}],
+        "problems": [f"weights.jsonl {text}"],
+    }
+
+
 def tokens(text: str) -> dict[str, Any]:
     """Return a completion's tokens: the loss does not see the second, and one log-probability is not known."""
     logps = [float32(math.log(p)) for p in (0.9, 0.5, 0.01, 0.3)]
@@ -123,10 +192,13 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
             "log": True,
             "unit": 1,
         },
-        {"group": "Reward", "title": "Reward", "names": ["reward", "eval_reward"], "log": False, "unit": 1},
+        {"group": "Reward", "title": "Reward", "names": ["reward", "rewards/model/mean", "eval_reward"]}
+        | {"log": False, "unit": 1},
+        {"group": "Other", "title": "Zero", "names": ["zero"], "log": False, "unit": 1},
         {"group": "Clip and KL", "title": f"KL {text}", "names": ["kl"], "log": False, "unit": 1},
     ]
-    names = ["loss", "grad_norm", "reward", "eval_reward", "kl"]
+    names = ["loss", "grad_norm", "reward", "rewards/model/mean", "eval_reward", "kl", "zero"]
+    see = {"kind": "update", "update": 44, "query": {"sort": "-spread"}}
     policy = {
         "name": "policy",
         "trainer": "grpo",
@@ -136,7 +208,14 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "updates": 100,
         "saved": 40,
         "seconds_left": 80,
-        "verdict": [f"The reward rose by 0.4 (0.3 to 0.5) on 128 held-out prompts. {text}"],
+        "verdict": [
+            {
+                "text": f"The reward rose by 0.4 (0.3 to 0.5) on 128 held-out prompts. {text}",
+                "tone": "",
+                "see": None,
+            },
+            {"text": f"Longer is better. {text}", "tone": "warning", "see": see},
+        ],
         "key": ["loss", "reward", "kl"],
         "metrics": names,
         "charts": charts,
@@ -145,6 +224,8 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "rollouts": [39, 40, 41],
         "rows": [],
         "evaluations": [],
+        "facts": [f"24,000 tokens {text}"],
+        "next": f"rlhf run {text}",
     }
     rm = {
         **policy,
@@ -177,6 +258,10 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "machine": "1 × cpu",
         "seconds": 124.0,
         "config": f"seed = 0\n# {text}",
+        "seed": 7,
+        "began": BEGAN,
+        "versions": f"rlhf-core {text}",
+        "picture": picture(text),
         "events": events,
         "problems": [f"samples/x: {text}"],
         "stages": [rm, policy],
@@ -191,6 +276,7 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
         "metrics": {"reward": metrics(updates)[-1]["reward"], f"kl {text}": float32(0.06)},
         "spark": {"name": "reward", "values": [row["reward"] for row in metrics(updates)]},
         "warnings": [f"The lengths run away. {text}"],
+        "alarm": f"Longer is better. {text}",
     }
     rows = [
         {"row": i, "where": f"pairs.jsonl row {i} {text}", "text": f"Question {i} {text}", "change": 0.5 - i}
@@ -198,34 +284,42 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
     ]
     found: dict[str, Any] = {
         "api/runs": {
+            "problems": [f"/data: Permission denied {text}"],
             "runs": [
                 {"id": "a", **{name: run[name] for name in ("name", "dir", "state", "error")}, **listed},
                 {"id": "b", "name": "second", "dir": "runs/second", **listed, "state": "failed"}
                 | {"error": f"the loss is not finite {text}", "warnings": []},
-            ]
+            ],
         },
         "api/runs/a": {"id": "a", **run},
         "api/runs/b": {"id": "b", **run, "name": "second", "dir": "runs/second"},
         "api/runs/a/policy/metrics": {"rows": metrics(updates)},
         "api/runs/b/policy/metrics": {"rows": metrics(updates, shift=0.5)},
         "api/runs/a/rm/metrics": {"rows": metrics(4)},
+        "api/runs/a/policy/results": results(text),
+        "api/runs/a/rm/results": results(text) | {"completions": [], "charts": []},
         "api/runs/a/rm/evaluations": {
             "evaluations": [{"update": update, "metrics": {"eval_accuracy": 0.75}} for update in (2, 4)]
         },
         "api/runs/a/rm/evaluations/2": {
             "before": None,
+            "of": "chosen",
+            "falls": False,
             "update": 2,
             "rows": [row | {"values": {"chosen": 0.5}, "change": None} for row in rows],
         },
         "api/runs/a/rm/evaluations/4": {
             "before": 2,
+            "of": "chosen",
+            "falls": False,
             "update": 4,
             "rows": [row | {"values": {"chosen": float32(1 / 3)}} for row in rows],
         },
         "api/compare?runs=a%2Cb": {
             "runs": [
-                {"id": "a", "name": f"first {text}", "dir": "runs/first", "state": "running"},
-                {"id": "b", "name": "second", "dir": "runs/second", "state": "failed"},
+                {"id": "a", "name": f"first {text}", "dir": "runs/first", "state": "running"}
+                | {"seconds": 60.0},
+                {"id": "b", "name": "second", "dir": "runs/second", "state": "failed", "seconds": 60.0},
             ],
             "stages": [
                 {
@@ -233,6 +327,7 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
                     "metrics": names,
                     "key": ["loss", "reward", "kl"],
                     "charts": charts,
+                    "saved": [40, None],
                     "last": [{"name": "reward", "values": [float32(1 / 3), None]}],
                     "differences": [{"name": "learning_rate", "values": ["0.001", f"0.01 {text}"]}],
                     "prompts": [

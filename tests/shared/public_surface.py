@@ -44,9 +44,7 @@ TRAINERS = PLUGINS[:5]
 REPORT = (
     "__init__",
     "charts",
-    "comparison",
     "diagram",
-    "pages",
     "run_reader",
     "samples",
     "summary",

@@ -1,19 +1,19 @@
-"""Run directories as a pipeline leaves them, made in a moment; and a page taken apart."""
+"""Run directories as a pipeline leaves them, made in a moment; and a report taken apart."""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import json
+import re
 import shutil
-from collections.abc import Iterable, Mapping
-from html.parser import HTMLParser
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rlhf_report as reporting
-from rlhf_report.run_reader import read_run
+from rlhf_report.watch.run_view import read_run
 
 BEGAN = 1_700_000_000.0
 PIPELINE = """dir = "{dir}"
@@ -34,47 +34,64 @@ rewards = [{{ name = "model", model = "rm.model" }}]
 EVIL = "</script><script>alert(1)</script><img src=http://x.invalid/y.png onerror=alert(2)>&amp;"
 
 
-class Page(HTMLParser):
-    """Every element with its attributes; the text of all but scripts and styles; what scripts hold, by id."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.html = html
-        self.elements: list[tuple[str, dict[str, str]]] = []
-        self.text, self.scripts, self.inside = "", dict[str, str](), ""
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self.inside = (dict(attrs).get("id") or tag) if tag in ("script", "style") else ""
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.scripts[self.inside] = self.scripts.get(self.inside, "") + data
-        else:
-            self.text += data
-
-    def ids(self) -> list[str]:
-        return [a["id"] for _, a in self.elements if "id" in a]
-
-    def of(self, kind: str) -> list[dict[str, str]]:
-        return [attributes for tag, attributes in self.elements if tag == kind]
-
-    def charts(self) -> dict[str, Any]:
-        return json.loads(gzip.decompress(base64.b64decode(self.scripts["data"])))
+def answers_in(page: str) -> dict[str, Any]:
+    """Return the answers of routes that a report has inside."""
+    packed = re.search(r'<script type="text/plain" id="frozen">([^<]*)</script>', page)
+    assert packed is not None
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return found
 
 
-def page(run: Path) -> Page:
+class Report:
+    """A report, its answers {route after api/runs/ID/: answer} of its first run, and every text in them."""
+
+    def __init__(self, path: Path) -> None:
+        self.html = path.read_text(encoding="utf-8")
+        self.all = answers_in(self.html)
+        self.id = self.all["api/runs"]["runs"][0]["id"]
+        front = f"api/runs/{self.id}"
+        self.run = self.all[front]
+        self.stages = {stage["name"]: stage for stage in self.run["stages"]}
+        self.answers = {
+            route.removeprefix(f"{front}/"): answer
+            for route, answer in self.all.items()
+            if route.startswith(f"{front}/")
+        }
+        self.text = "\n".join(texts(self.all))
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value that JSON can hold."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts(each)
+
+
+def page(run: Path) -> Report:
     """Write the report of a run and read it."""
-    return Page(reporting.report(run).read_text(encoding="utf-8"))
+    return Report(reporting.report(run))
+
+
+def results(run: Path, stage: str = "policy") -> dict[str, Any]:
+    """Return what a stage of a run came to, as the page has it."""
+    found: dict[str, Any] = page(run).answers[f"{stage}/results"]
+    return found
+
+
+def completions(run: Path, title: str = "Completions") -> dict[str, Any]:
+    """Return the policy's completions before and after."""
+    found: dict[str, Any] = next(each for each in results(run)["completions"] if each["title"] == title)
+    return found
 
 
 def words(run: Path) -> str:
-    """Return what the report of a run says, with single spaces."""
-    return " ".join(page(run).text.split())
+    """Return what the report of a run says."""
+    return page(run).text
 
 
 def stages(run: Path) -> dict[str, Any]:
@@ -84,27 +101,12 @@ def stages(run: Path) -> dict[str, Any]:
 
 def problems(run: Path) -> list[str]:
     """Return what the report could not read of a run."""
-    return list(read_run(run).problems)
+    return list(page(run).run["problems"])
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def arrays(value: Any, name: str = "") -> Iterable[tuple[str, np.ndarray]]:
-    """Yield (column, array) of every array in a Bokeh document."""
-    if isinstance(value, dict) and value.get("type") == "ndarray":
-        raw = base64.b64decode(value["array"]["data"])
-        raw = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-        yield name, np.frombuffer(raw, value["dtype"])
-    elif isinstance(value, dict):
-        for inside in value.values():
-            yield from arrays(inside, name)
-    elif isinstance(value, list):
-        pair = len(value) == 2 and isinstance(value[0], str)
-        for inside in value[1:] if pair else value:
-            yield from arrays(inside, value[0] if pair else name)
 
 
 def make_policy_run(directory: Path) -> Path:
@@ -172,7 +174,8 @@ def make_run(directory: Path, *, steps: int = 20, rate: float = 1e-4, offset: fl
             for i in range(8)
         ]
         write(directory / f"policy/samples/update-{step:06d}.jsonl", sample)
-    pair = {"prompt": "p", "chosen": "good", "rejected": "bad", "chosen_score": 1.5, "rejected_score": -0.5}
+    pair = {"row": "/far/away/pairs.jsonl row 7", "prompt": "p", "chosen": "good", "rejected": "bad"}
+    pair |= {"chosen_score": 1.5, "rejected_score": -0.5}
     write(directory / "rm/samples/evaluation-000020.jsonl", [pair])
     found = {
         "step": 20,

@@ -39,8 +39,9 @@ EXPERIMENTS = (
     "soak",
     "rollouts",
     "answers",
+    "watching",
 )
-"""In the order of their numbers, T1 to T16."""
+"""In the order of their numbers, T1 to T17."""
 SHOWN = 10
 
 

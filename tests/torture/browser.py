@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 
-from markupsafe import escape
-
 from tests.torture.experiment import Skipped
 
 CANARY = "rlhf-torture.invalid"
@@ -42,12 +40,11 @@ HTML = {
 ALLOWED = frozenset(
     re.findall(
         r"\w+",
-        "html head meta title style body noscript p footer script header h1 h2 h3 h4 h5 dl dt dd div nav a label "
-        "input output main section article small code ul li b i span details summary pre figure figcaption table "
-        "caption thead tbody tr th td ol wbr svg defs marker path text g rect circle tspan canvas",
+        "html head meta title style body noscript p footer script header h2 dl dt dd div nav a label main span "
+        "select option button dialog form kbd code",
     )
 )
-"""The elements of the product's pages, and those that its charts make of them."""
+"""The elements of the product's pages as they are written; their script makes the others."""
 
 
 class _Elements(HTMLParser):
@@ -85,12 +82,7 @@ def foreign_elements(page: str) -> list[str]:
     parser = _Elements()
     parser.feed(page)
     parser.close()
-    return parser.wrong + ([f"{parser.scripts} scripts, not 3"] if parser.scripts != 3 else [])
-
-
-def escaped_beginning(text: str) -> str:
-    """Return the first characters of a text as a page writes them."""
-    return str(escape(text[:12]))
+    return parser.wrong + ([f"{parser.scripts} scripts, not 2"] if parser.scripts != 2 else [])
 
 
 @contextmanager

@@ -236,9 +236,9 @@ MUTANTS = (
     Mutant(
         "page-not-escaped",
         "texts are written into the report as HTML",
-        "plugins/report/rlhf_report/pages.py",
-        "autoescape=True",
-        "autoescape=False",
+        "plugins/report/rlhf_report/page/dom.js",
+        "document.createTextNode(visible(child))",
+        "document.createRange().createContextualFragment(visible(child))",
         "T11",
         "page quote",
     ),

@@ -95,7 +95,7 @@ def model_configs(directory: Path) -> None:
 
 def run_records(directory: Path) -> None:
     """Read a run directory as `rlhf run`, `rlhf check` and `rlhf report` do."""
-    from rlhf_report.run_reader import read_run
+    from rlhf_report.watch.run_view import read_run
 
     from rlhf_core import artifacts
     from rlhf_core.errors import InputError

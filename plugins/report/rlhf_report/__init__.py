@@ -16,16 +16,12 @@ __all__ = ["compare", "report"]
 def report(run: str | Path, output: str | Path | None = None) -> Path:
     """Write the page of one run; return its path, by default RUN/report.html.
 
-    Raises InputError if `run` is not a run directory.
+    Raises InputError if `run` is not a run directory, or has a link to a file outside it.
     """
-    from rlhf_core.artifacts import write_atomic
-    from rlhf_report.pages import page
-    from rlhf_report.run_reader import read_run
+    from rlhf_report.run_reader import require_run
 
-    record = read_run(run)
-    path = record.dir / "report.html" if output is None else Path(output)
-    write_atomic(path, page(record).encode("utf-8", "replace"))  # a text may hold half a character
-    return path
+    directory = require_run(run)
+    return _write([directory], directory / "report.html" if output is None else output)
 
 
 def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Path:
@@ -37,10 +33,23 @@ def compare(runs: Sequence[str | Path], output: str | Path | None = None) -> Pat
         raise InputError(
             f"rlhf compare: give two runs or more; for one, type: rlhf report {runs[0] if runs else 'RUN'}"
         )
-    from rlhf_core.artifacts import write_atomic
-    from rlhf_report.comparison import page
-    from rlhf_report.run_reader import read_run
+    from rlhf_report.run_reader import require_run
 
-    path = Path("compare.html" if output is None else output)
-    write_atomic(path, page([read_run(run) for run in runs]).encode("utf-8", "replace"))
+    return _write([require_run(run) for run in runs], "compare.html" if output is None else output)
+
+
+def _write(runs: Sequence[Path], output: str | Path) -> Path:
+    from rlhf_core.artifacts import write_atomic
+    from rlhf_core.runs import Damaged
+    from rlhf_report.frozen import collect, frozen
+    from rlhf_report.watch.places import run_id
+    from rlhf_report.watch.watched import Watched
+
+    try:
+        answers = collect(Watched(runs=runs), [run_id(run.absolute()) for run in runs])
+    except Damaged as error:
+        raise InputError(str(error)) from None
+    page = frozen(answers, " · ".join(dict.fromkeys(run.name for run in runs)))
+    path = Path(output)
+    write_atomic(path, page.encode("utf-8", "replace"))  # a name may hold half a character
     return path

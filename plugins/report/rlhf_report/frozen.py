@@ -1,6 +1,6 @@
 """The page of `rlhf watch` as one file: its scripts joined, and the answers of its routes inside.
 
-`collect` asks whatever answers the routes for what a report shows; `frozen` writes the page.
+`collect` asks for what a report shows, and leaves out what would make it large; `frozen` writes the page.
 """
 
 from __future__ import annotations
@@ -9,11 +9,21 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
+
+from rlhf_http.fields import BadRequest
+
+from rlhf_report.watch.rollout_view import WantedRollouts
+
+if TYPE_CHECKING:
+    from rlhf_report.watch.watched import Watched
 
 PAGE = Path(__file__).parent / "page"
 IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
@@ -25,48 +35,118 @@ MOST_ROWS = 1200
 SELDOM = 200
 """A metric with no more values than this has them all in a report."""
 MOST_UPDATES = 6
-"""Most updates of a stage whose rollouts or rows are in a report, the first and last among them."""
-Get = Callable[[str], Any]
-"""What answers a route, such as `api/runs/ID` or `api/runs/ID/STAGE/rows?update=7`, with JSON."""
+"""Most updates of a stage whose rollouts, rows or evaluations are in a report, the first and last among them."""
+MOST_GROUPS, MOST_TRAINED, MOST_HELD_OUT = 50, 50, 200
+"""Most groups of a rollout, rows of an update, and rows of an evaluation in a report."""
+MOST_CHARACTERS = 400_000
+"""Characters of the groups of a rollout in a report."""
+LONGEST = 4000
+"""Characters of a text in a report."""
+MOST_MESSAGES = 60
+"""Messages of an episode in a report."""
 
 
-def collect(get: Get, ids: Sequence[str]) -> dict[str, Any]:
-    """Return the answers that a report of one run, or of several to compare, has inside."""
-    listed = [run for run in get("api/runs")["runs"] if run["id"] in ids]
-    answers: dict[str, Any] = {"api/runs": {"runs": sorted(listed, key=lambda run: ids.index(run["id"]))}}
-    for id in ids:
-        _collect_run(get, f"api/runs/{quote(id, safe='')}", answers)
+def collect(watched: Watched, ids: Sequence[str]) -> dict[str, Any]:
+    """Return the answers of routes that a report of one run, or of several to compare, has inside."""
+    listed = {run["id"]: run for run in watched.runs()["runs"]}
+    answers: dict[str, Any] = {"api/runs": {"runs": [listed[id] for id in dict.fromkeys(ids)]}}
+    for id in dict.fromkeys(ids):
+        _collect_run(watched, id, answers)
     if len(ids) > 1:
-        route = f"api/compare?{urlencode({'runs': ','.join(ids)})}"
-        answers[route] = get(route)
+        answers[f"api/compare?{urlencode({'runs': ','.join(ids)})}"] = shortened(watched.compare(ids))
     return answers
 
 
-def _collect_run(get: Get, route: str, answers: dict[str, Any]) -> None:
-    """Add a run, its stages' curves, and the rollouts, rows and evaluations of some updates."""
-    run = get(route)
+def _collect_run(watched: Watched, id: str, answers: dict[str, Any]) -> None:
+    """Add a run, its stages' curves and results, and the rollouts, rows and evaluations of some updates."""
+    run, route = watched.run(id), f"api/runs/{quote(id, safe='')}"
+    problems = dict.fromkeys(run["problems"])
     stages = []
     for stage in run["stages"]:
-        place = f"{route}/{quote(stage['name'], safe='')}"
-        rows = get(f"{place}/metrics")["rows"]
+        name, place = stage["name"], f"{route}/{quote(stage['name'], safe='')}"
+        rows = watched.metrics(id, name, -math.inf, None)["rows"]
         answers[f"{place}/metrics"] = {"rows": thinned(rows)}
-        kept = {kind: _spread(stage.get(kind) or []) for kind in ("rollouts", "rows", "evaluations")}
-        for kind in ("rollouts", "rows"):
-            for update in kept[kind]:
-                answers[f"{place}/{kind}?update={update}"] = get(f"{place}/{kind}?update={update}&limit=50")
-        if kept["evaluations"]:
-            answers[f"{place}/evaluations"] = get(f"{place}/evaluations")
-        for update in kept["evaluations"]:
-            answers[f"{place}/evaluations/{update}"] = get(f"{place}/evaluations/{update}")
-        stages.append({**stage, **kept, "rows_logged": len(rows)})
-    answers[route] = {**run, "stages": stages}
+        answers[f"{place}/results"] = shortened(watched.results(id, name))
+        if stage["evaluations"]:
+            answers[f"{place}/evaluations"] = watched.evaluations(id, name)
+        kept: dict[str, list[int]] = {}
+        for kind, read in _readers(watched, id, name).items():
+            found = {}
+            for update in _spread(stage[kind], stage["saved"]):
+                try:
+                    found[update] = read(update)
+                except BadRequest as error:  # a file is damaged
+                    problems[str(error)] = None
+            between = "/" if kind == "evaluations" else "?update="
+            answers |= {f"{place}/{kind}{between}{update}": answer for update, answer in found.items()}
+            kept[kind] = list(found)
+        counts = {kind: len(stage[kind]) for kind in kept}
+        stages.append({**stage, **kept, "rows_logged": len(rows), "kept_of": counts})
+    answers[route] = {**run, "stages": stages, "problems": list(problems)}
 
 
-def _spread(updates: Sequence[int]) -> list[int]:
-    """Return at most MOST_UPDATES of them, evenly spread."""
+def _readers(watched: Watched, id: str, stage: str) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Return {kind of answer: what reads that of an update, and leaves out what would be much}."""
+    by_spread = WantedRollouts(sort="-spread", limit=MOST_GROUPS)
+    return {
+        "rollouts": lambda update: _cut(watched.rollouts(id, stage, update, by_spread)),
+        "rows": lambda update: _largest(watched.rows(id, stage, update, "-loss", 0, MOST_TRAINED)),
+        "evaluations": lambda update: _changed_most(watched.evaluation(id, stage, update)),
+    }
+
+
+def _spread(updates: Sequence[int], saved: int | None) -> list[int]:
+    """Return at most MOST_UPDATES of them, evenly spread, and the one that the saved model is of or was sampled by."""
     last = len(updates) - 1
-    places = {round(i * last / (MOST_UPDATES - 1)) for i in range(MOST_UPDATES)}
-    return [updates[place] for place in sorted(places)] if updates else []
+    places = {round(i * last / (MOST_UPDATES - 1)) for i in range(MOST_UPDATES)} if updates else set()
+    if saved is not None and updates:
+        places.add(max(bisect_right(updates, saved) - 1, 0))
+    return [updates[place] for place in sorted(places)]
+
+
+def _cut(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the groups of a rollout that fit, those whose rewards differ most; `left_out` counts the others."""
+    shown = shortened(answer)
+    room = MOST_CHARACTERS
+    kept: list[dict[str, Any]] = []
+    for group in shown["groups"]:
+        room -= len(json.dumps(group))
+        if room < 0 and kept:
+            break
+        kept.append(group)
+    kept.sort(key=lambda group: group["completions"][0]["index"])
+    return {**shown, "groups": kept, "left_out": answer["total"] - len(kept)}
+
+
+def _largest(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Count the rows of an update that are left out: those with smaller losses."""
+    return dict(shortened({**answer, "left_out": answer["total"] - len(answer["rows"])}))
+
+
+def _changed_most(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the rows of an evaluation that changed most, in their order; `left_out` counts the others."""
+    rows = answer["rows"]
+    places = sorted(range(len(rows)), key=lambda i: -abs(rows[i]["change"] or 0.0))[:MOST_HELD_OUT]
+    kept = [rows[i] for i in sorted(places)]
+    return dict(shortened({**answer, "rows": kept, "left_out": len(rows) - len(kept)}))
+
+
+def shortened(value: Any) -> Any:
+    """Cut long texts, and long lists of messages, in an answer."""
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST else f"{value[:LONGEST]}… ({len(value):,} characters)"
+    if isinstance(value, Mapping):
+        return {
+            name: _messages(each) if name == "messages" else shortened(each) for name, each in value.items()
+        }
+    return [shortened(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _messages(messages: Any) -> Any:
+    if not isinstance(messages, list) or len(messages) <= MOST_MESSAGES:
+        return shortened(messages)
+    more = {"role": "", "content": f"and {len(messages) - MOST_MESSAGES} more messages"}
+    return [*shortened(messages[:MOST_MESSAGES]), more]
 
 
 def thinned(rows: Sequence[Mapping[str, Any]], most: int = MOST_ROWS) -> list[Mapping[str, Any]]:
@@ -106,16 +186,35 @@ def frozen(answers: Mapping[str, Any], title: str) -> str:
     """
     style = f"<style>{_read('style.css')}</style>"
     script = f'<script type="module">{joined("main")}</script>'
-    data = json.dumps(answers, separators=(",", ":"), allow_nan=False)
-    packed = base64.b64encode(gzip.compress(data.encode(), 9, mtime=0)).decode("ascii")
+    packed = base64.b64encode(gzip.compress(written(answers), 9, mtime=0)).decode("ascii")
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'"
     page = _read("index.html")
     page = re.sub(r'<link rel="(?:icon|stylesheet)"[^>]*>\n', "", page)
     page = page.replace('<script type="module" src="static/main.js"></script>\n', "")
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n{style}\n'
-    body = f'<script type="text/plain" id="frozen">{packed}</script>\n{script}\n'
+    made = (
+        f"Made by rlhf {version('rlhf-core')}. Everything on this page is in this file; it asks for nothing."
+    )
+    body = f'<footer>{made}</footer>\n<script type="text/plain" id="frozen">{packed}</script>\n{script}\n'
     page = page.replace("<title>rlhf watch</title>", f"<title>{_escaped(title)} · rlhf</title>")
     return page.replace("</head>", f"{head}</head>").replace("</body>", f"{body}</body>")
+
+
+def written(value: Any) -> bytes:
+    """Write JSON that any text fits in, half characters too; numbers that JSON lacks are null."""
+    try:
+        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_without_nan(value), allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {name: _without_nan(each) for name, each in value.items()}
+    return [_without_nan(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def joined(name: str) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,12 +38,6 @@ class Points:
     values: Floats
     missing: int = 0
 
-    def same(self, other: Points) -> bool:
-        """Return whether both have the same values, up to rounding, at the same updates."""
-        return np.array_equal(self.steps, other.steps) and np.allclose(
-            self.values, other.values, rtol=1e-6, atol=0
-        )
-
     def at(self, update: int | None) -> tuple[float, float] | None:
         """Return (update, value) of the newest point up to an update, None without one. update: None: the last."""
         known = len(self.steps) if update is None else int(np.searchsorted(self.steps, update, side="right"))
@@ -54,68 +47,6 @@ class Points:
         """Return the value that `at` finds."""
         found = self.at(update)
         return None if found is None else found[1]
-
-    def scaled(self, unit: float) -> Points:
-        """Divide the values by a unit."""
-        return replace(self, values=self.values / unit)
-
-
-@dataclass(frozen=True)
-class ThinnedLine:
-    """The points of a metric to draw, float64 [n].
-
-    line_x, line_y: the smallest and largest value of each stretch, at their steps; all points if there are few.
-    mean_x, mean_y, count: the means of each stretch and its number of points.
-    """
-
-    line_x: Floats
-    line_y: Floats
-    mean_x: Floats
-    mean_y: Floats
-    count: Floats
-
-    @property
-    def thinned(self) -> bool:
-        return len(self.line_x) < self.count.sum()
-
-
-def read_metrics(rows: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Points], list[float]]:
-    """Return ({metric: points}, times) of the rows of a metrics.jsonl; a step logged twice counts once."""
-    by_metric: dict[str, dict[float, float]] = {}
-    missing: dict[str, int] = {}
-    times: list[float] = []
-    for row in rows:
-        step = number(row.get("step"))
-        if step is None:
-            continue
-        if (when := number(row.get("time"))) is not None:
-            times.append(when)
-        for name, value in row.items():
-            if name in ("step", "time"):
-                continue
-            if (finite := number(value)) is not None:
-                by_metric.setdefault(name, {})[step] = finite
-            else:
-                missing[name] = missing.get(name, 0) + 1
-    points = {}
-    for name, values in by_metric.items():
-        steps = np.array(sorted(values))
-        points[name] = Points(steps, np.array([values[s] for s in steps]), missing.get(name, 0))
-    return points, times
-
-
-def draw(points: Points, stretches: int) -> ThinnedLine:
-    """Reduce points to at most 2 · `stretches` + 2 on the line, extremes kept, and `stretches` means."""
-    n = len(points.steps)
-    if n <= 2 * stretches:
-        return ThinnedLine(points.steps, points.values, points.steps, points.values, np.ones(n))
-    edges = np.linspace(0, n, stretches + 1).astype(int)
-    extremes = {0, n - 1}
-    for a, b in pairwise(edges):
-        extremes |= {a + int(points.values[a:b].argmin()), a + int(points.values[a:b].argmax())}
-    indices, count = sorted(extremes), np.diff(edges).astype(float)
-    mean_x, mean_y = (np.add.reduceat(x, edges[:-1]) / count for x in (points.steps, points.values))
-    return ThinnedLine(points.steps[indices], points.values[indices], mean_x, mean_y, count)
 
 
 State = Literal["done", "failed", "stopped", "interrupted", "running", "not begun"]
@@ -135,20 +66,22 @@ class Session:
 class ReportedStage:
     """One stage, and what its files say together.
 
-    files: its directory. message: why it failed or was stopped. planned: total updates, None before the first one.
-    metrics: {name: its logged points}. first_row: when the first row was logged, seconds since 1970. saved: the update
-    whose model is saved, where that is not the last. compiled: what its process compiled for it, in words.
+    files: its directory. message: why it failed or was stopped. updates: the newest that was logged. planned: total
+    updates, None before the first one. metrics: {name: its logged points}. first_row: when the first row was logged,
+    seconds since 1970. saved: the update whose model is saved, where that is not the last. facts: how much it was
+    trained on, and what its process compiled for it, in words.
     """
 
     files: StageDirectory
     state: State
     message: str
     sessions: tuple[Session, ...]
+    updates: int
     planned: int | None
     metrics: Mapping[str, Points]
     first_row: float | None
     saved: int | None = None
-    compiled: str = ""
+    facts: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -163,32 +96,17 @@ class ReportedStage:
         return self.files.config
 
     @property
-    def updates(self) -> int:
-        """Return the newest logged update."""
-        return max((int(points.steps[-1]) for points in self.metrics.values()), default=0)
-
-    @property
     def seconds(self) -> float:
         return sum((session.ended or session.began) - session.began for session in self.sessions)
 
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run directory. warnings: (stage, text). problems: files that could not be read; reading more adds to them."""
+    """A run directory."""
 
     files: RunDirectory
     stages: tuple[ReportedStage, ...]
     machine: Mapping[str, Any]
-    warnings: tuple[tuple[str, str], ...]
-    problems: list[str]
-
-    @property
-    def dir(self) -> Path:
-        return self.files.dir
-
-    @property
-    def name(self) -> str:
-        return self.dir.name
 
     @property
     def seconds(self) -> float:
@@ -199,25 +117,13 @@ class ReportedRun:
         return next((stage for stage in self.stages if stage.name == name), None)
 
 
-def read_run(path: str | Path) -> ReportedRun:
-    """Read everything that a report shows except the samples, which are read when they are drawn.
-
-    Damaged files are skipped and named in `problems`. Raises InputError if `path` is not a run directory.
-    """
-    problems: list[str] = []
-    files = open_run(path, damaged=lambda error: problems.append(described(error)))
+def require_run(path: str | Path) -> Path:
+    """Return the directory of a run. Raises InputError where there is none, and for one stage of a run."""
+    files = open_run(path, damaged=lambda error: None)
     if files.is_stage and (files.dir.parent / RESOLVED).is_file():
         given = Path(path)
         raise InputError(f"{given}: is one stage of a run; type: rlhf report {given.parent}")
-    active = files.is_running
-    stages = tuple(_stage(stage, files.events, active) for stage in files.stages)
-    machines = [event["machine"] for event in files.events if isinstance(event.get("machine"), dict)]
-    warnings = dict.fromkeys(
-        (str(event.get("stage", "")), str(event.get("message", "")))
-        for event in files.events
-        if event.get("event") == "warning"
-    )
-    return ReportedRun(files, stages, machines[-1] if machines else {}, tuple(warnings), problems)
+    return files.dir
 
 
 def described(error: Damaged) -> str:
@@ -228,32 +134,8 @@ def described(error: Damaged) -> str:
     return f"{name} is not readable: {error.why}"
 
 
-def _stage(files: StageDirectory, events: Sequence[Mapping[str, Any]], active: bool) -> ReportedStage:
-    own = [
-        event
-        for event in events
-        if event.get("stage") == files.name and number(event.get("time")) is not None
-    ]
-    metrics, times = read_metrics(files.metrics)
-    state, message = stage_state(files, own, active)
-    planned = number(files.plan.get("updates"))
-    saved = files.best.get("model")
-    is_last = saved == files.best.get("updates", saved)
-    return ReportedStage(
-        files,
-        state,
-        message,
-        sessions=stage_sessions(own, files.spec, times[-1] if times else None),
-        planned=None if planned is None else int(planned),
-        metrics=metrics,
-        first_row=times[0] if times else None,
-        saved=saved if isinstance(saved, int) and not is_last else None,
-        compiled=_compiled(own),
-    )
-
-
-def _compiled(log: Sequence[Mapping[str, Any]]) -> str:
-    """Say what was compiled, from the event that ended the stage; "" where an older version wrote it."""
+def compiled(log: Sequence[Mapping[str, Any]]) -> str:
+    """Say what was compiled for a stage, from the event that ended it; "" where an older version wrote it."""
     counts = log[-1].get("compiled") if log else None
     if not isinstance(counts, dict):
         return ""

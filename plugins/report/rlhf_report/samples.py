@@ -1,136 +1,157 @@
-"""Rows of samples/ and evaluations/: completions and episodes with rewards, pairs with scores, score distributions."""
+"""Rows of samples/ and evaluations/: completions as the page shows them, before and after; scores of pairs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_report.run_reader import ReportedStage
+from rlhf_report.run_reader import ReportedStage, number
+
+Described = dict[str, Any]
+"""A completion as the page shows it, see `described`; those of samples/ also have `prompt` and `columns`."""
 
 MOST = 16
 """Most prompts to show."""
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Quantiles of the reward at which completions are shown."""
 PLACES = ("lowest reward", "lower quartile", "median", "upper quartile", "highest reward")
+READ = 60
+"""Files of completions to read for the distributions, evenly spread over the run."""
+LONGEST_CELL = 300
+"""Characters of a column's value to show."""
+PERCENTILES = (5, 25, 50, 75, 95)
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What a file of another form than is written raises."""
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message of an episode.
+def described(sample: Mapping[str, Any]) -> Described:
+    """Describe a completion, or an episode with its messages; what has another form than is written is left out."""
+    said, rewards = sample.get("completion"), sample.get("rewards")
+    return {
+        "text": text_of(said),
+        **({"messages": _messages(sample, said)} if isinstance(said, list) else {}),
+        "reward": number(sample.get("reward")),
+        "rewards": {str(name): number(value) for name, value in rewards.items()}
+        if isinstance(rewards, Mapping)
+        else {},
+        "advantage": number(sample.get("advantage")),
+        "length": number(sample.get("length")),
+        "finish": finish(sample),
+        **({"dropped": str(sample["failure"])} if sample.get("failure") else {}),
+    }
 
-    calls: of tools, as `name(arguments)`; errors: what was wrong with others.
-    turn: the number of the policy's turn, from 1; 0: the environment added the message. tokens, reward: of the turn.
-    added: whether it is an assistant's message that the environment wrote.
+
+def asked(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe what a completion answers: its prompt, as messages too where it is a conversation, and its columns."""
+    prompt, columns = sample.get("prompt"), sample.get("columns")
+    return {
+        "prompt": text_of(prompt),
+        **({"messages": [message(each) for each in prompt]} if isinstance(prompt, list) else {}),
+        "columns": {str(name): _cell(value) for name, value in columns.items()}
+        if isinstance(columns, Mapping)
+        else {},
+    }
+
+
+def _cell(value: Any) -> str:
+    text = text_of(value)
+    return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]}… ({len(text):,} characters)"
+
+
+def finish(sample: Mapping[str, Any]) -> str:
+    """Say how a completion ended: "stop", "length" where it was cut, or "failed"."""
+    if sample.get("failure"):
+        return "failed"
+    return "length" if sample.get("finished") is False else "stop"
+
+
+def _messages(sample: Mapping[str, Any], said: Sequence[Any]) -> list[dict[str, Any]]:
+    """Describe the messages of an episode.
+
+    policy: whether the policy wrote it. turn: its number among the policy's, with the turn's tokens and reward. added:
+    the environment wrote it as the assistant.
     """
-
-    role: str
-    content: str
-    calls: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()
-    turn: int = 0
-    tokens: int | None = None
-    reward: float | None = None
-    added: bool = False
-
-
-@dataclass(frozen=True)
-class ShownText:
-    """One completion, or episode.
-
-    rewards: {label: value, None where the function did not apply}; empty where the only one is the reward itself.
-    columns: the row's others, as text. advantage: None outside rollouts.
-    messages: of an episode, first the `asked` ones of its prompt; left_out: how many more there were. failure: why it
-    is not trained on.
-    """
-
-    prompt: str
-    completion: str
-    reward: float | None
-    rewards: Mapping[str, float | None]
-    length: int | None
-    finished: bool
-    messages: tuple[Message, ...] = ()
-    asked: int = 0
-    left_out: int = 0
-    failure: str = ""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    advantage: float | None = None
+    shown = [message(each) for each in said]
+    turns = _turns(sample)
+    assistant = [place for place, one in enumerate(shown) if one["role"] == "assistant"]
+    recorded = [place for turn in turns for place in assistant if place == turn.get("message")]
+    written = recorded if turns and len(recorded) == len(turns) else assistant
+    for place, one in enumerate(shown):
+        one["policy"] = place in written
+    if len(written) == len(turns):  # else it is not known which of them the environment added
+        for count, (place, turn) in enumerate(zip(written, turns, strict=True), 1):
+            numbers = {name: number(turn.get(name)) for name in ("tokens", "reward")}
+            shown[place] |= {"turn": count, **numbers}
+        for place in set(assistant) - set(written):
+            shown[place]["added"] = True
+    return shown
 
 
-@dataclass(frozen=True)
-class Side:
-    """Two completions shown side by side. at: their quantile or prompt; before, after: may be missing.
-
-    means: mean rewards of all completions of the prompt, before and after.
-    """
-
-    at: str
-    before: ShownText | None
-    after: ShownText | None
-    means: tuple[float | None, float | None] = (None, None)
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """The columns of the row, for two completions of one prompt."""
-        text = self.before or self.after
-        return {} if text is None else text.columns
-
-    @property
-    def change(self) -> str:
-        """`higher`, `lower` or empty: whether the mean reward rose or fell."""
-        before, after = self.means
-        if before is None or after is None or before == after:
-            return ""
-        return "higher" if after > before else "lower"
+def _turns(sample: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what is known of the policy's turns; empty where the completion is no episode."""
+    turns = sample.get("turns")
+    return [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
 
 
-@dataclass(frozen=True)
-class MeanPair:
-    """A mean over all completions of the prompts sampled both times; None if no completion has a value."""
-
-    name: str
-    before: float | None
-    after: float | None
+def _role(each: Any) -> str:
+    return str(each.get("role", "")) if isinstance(each, Mapping) else ""
 
 
-@dataclass(frozen=True)
-class CompletionGroup:
-    """Completions of one prompt in a rollout, those with the highest advantage first; left_out: how many more."""
+def message(each: Any) -> dict[str, Any]:
+    """Describe a message, its tool calls in its content. errors: what was wrong with other calls."""
+    if not isinstance(each, Mapping):
+        return {"role": "", "content": str(each)}
+    calls, errors = each.get("tool_calls"), each.get("call_errors")
+    parts = [text_of(each.get("content")), *(map(_call, calls) if isinstance(calls, list) else [])]
+    return {
+        "role": _role(each),
+        "content": "\n".join(filter(None, parts)),
+        **({"name": str(each["name"])} if each.get("name") else {}),
+        **({"errors": [str(error) for error in errors]} if isinstance(errors, list) and errors else {}),
+    }
 
-    prompt: str
-    columns: Mapping[str, str]
-    texts: tuple[ShownText, ...]
-    left_out: int
+
+def _call(call: Any) -> str:
+    """Write a call of a tool as NAME(ARGUMENTS)."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return json.dumps(call, ensure_ascii=False)
+    arguments = function.get("arguments")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f"{function.get('name')}({written})"
 
 
-@dataclass(frozen=True)
-class RolloutGroups:
-    """Groups of the newest stored rollout, sampled right before update `update`: those whose advantages differ most."""
-
-    update: int
-    groups: tuple[CompletionGroup, ...]
+def text_of(said: Any) -> str:
+    """Return a text, or the messages of a conversation one after the other; of a single reply its content."""
+    if isinstance(said, str):
+        return said
+    if not isinstance(said, list):
+        return "" if said is None else json.dumps(said, ensure_ascii=False)
+    if len(said) == 1 and _role(said[0]) == "assistant" and not said[0].get("tool_calls"):
+        return text_of(said[0].get("content"))
+    return "\n".join(f"{each['role']}: {each['content']}" for each in map(message, said))
 
 
 @dataclass(frozen=True)
 class Completions:
     """Completions after `updates` (first, last), or of the rollouts right before these; equal if there is only one.
 
-    same_prompts: each side shows the median of a prompt's `group` completions, and `means` are over all of them; else
-    the prompts differ, and each side shows the same quantile of the reward. prompt_means: mean rewards of every prompt,
+    same_prompts: each of `sides` has the median of a prompt's `group` completions, and `means` are over all of them;
+    else the prompts differ, and each has the same quantile of the reward. prompt_means: mean rewards of every prompt,
     before and after, in the first case. fixed: whether the prompts are those that are completed at every evaluation.
     """
 
     updates: tuple[int, int]
-    sides: tuple[Side, ...]
+    sides: tuple[dict[str, Any], ...]
     same_prompts: bool
     group: int = 1
-    means: tuple[MeanPair, ...] = ()
+    means: tuple[dict[str, Any], ...] = ()
     prompt_means: tuple[tuple[float | None, float | None], ...] = ()
     fixed: bool = False
 
@@ -139,68 +160,86 @@ class Completions:
         """Whether the same fixed prompts were completed at two updates."""
         return self.fixed and self.updates[0] != self.updates[1]
 
-    @property
-    def rewards(self) -> int:
-        """How many numbers a completion has: 0 without rewards, 1 where a single function gives the reward."""
-        texts = [text for side in self.sides for text in (side.before, side.after) if text is not None]
-        return max((len(text.rewards) + (text.reward is not None) for text in texts), default=0)
-
-    @property
-    def episodes(self) -> bool:
-        """Whether any of them is an episode with an environment."""
-        return any(text and text.messages for side in self.sides for text in (side.before, side.after))
-
 
 def same_prompts(
-    updates: tuple[int, int], early: Sequence[ShownText], late: Sequence[ShownText] | None
+    updates: tuple[int, int], early: Sequence[Described], late: Sequence[Described] | None
 ) -> Completions | None:
-    """Pair the completions of every prompt sampled both times; None without any. late: None if there is one time."""
+    """Pair the completions of every prompt sampled both times; None without any. late: None if there is one time.
+
+    The prompts whose mean reward changed most come first.
+    """
     before = _by_prompt(early)
     after = {} if late is None else _by_prompt(late)
     shared = [prompt for prompt in before if late is None or prompt in after]
     if not shared:
         return None
+    sides = [_opposite(before[prompt], after.get(prompt, ())) for prompt in shared]
     texts = [[text for prompt in shared for text in side.get(prompt, ())] for side in (before, after)]
-    sides = [_opposite(prompt, before[prompt], after.get(prompt, ())) for prompt in shared]
-    group = max(len(before[prompt]) for prompt in shared)
-    means, by_prompt = tuple(_means(*texts)), tuple(side.means for side in sides)
-    return Completions(updates, tuple(sides[:MOST]), True, group, means, by_prompt)
+    return Completions(
+        updates,
+        tuple(sorted(sides, key=_change)[:MOST]),
+        True,
+        group=max(len(before[prompt]) for prompt in shared),
+        means=tuple(_means(*texts)),
+        prompt_means=tuple((side["means"][0], side["means"][1]) for side in sides),
+    )
 
 
 def same_places(
-    updates: tuple[int, int], early: Sequence[ShownText], late: Sequence[ShownText] | None
+    updates: tuple[int, int], early: Sequence[Described], late: Sequence[Described] | None
 ) -> Completions:
     """Pair completions at the same quantiles of the reward, from the lowest to the highest."""
     before, after = _ordered(early), None if late is None else _ordered(late)
     sides = [
-        Side(name, _place(before, share), None if after is None else _place(after, share))
+        {
+            "place": name,
+            "before": _place(before, share),
+            "after": None if after is None else _place(after, share),
+        }
         for name, share in zip(PLACES, SHARES, strict=True)
     ]
     return Completions(updates, tuple(sides), False)
 
 
-def _by_prompt(texts: Sequence[ShownText]) -> dict[str, list[ShownText]]:
-    groups: dict[str, list[ShownText]] = {}
+def _by_prompt(texts: Sequence[Described]) -> dict[str, list[Described]]:
+    groups: dict[str, list[Described]] = {}
     for text in texts:
-        groups.setdefault(text.prompt, []).append(text)
+        groups.setdefault(text["prompt"], []).append(text)
     return groups
 
 
-def _opposite(prompt: str, before: Sequence[ShownText], after: Sequence[ShownText]) -> Side:
-    means = _mean([text.reward for text in before]), _mean([text.reward for text in after])
-    return Side(prompt, _middle(before), _middle(after), means)
+def _opposite(before: Sequence[Described], after: Sequence[Described]) -> dict[str, Any]:
+    """Describe a prompt with its completions of median reward, and the mean rewards of all, before and after."""
+    return {
+        **{name: before[0][name] for name in ("prompt", "asked", "columns")},
+        "before": _middle(before),
+        "after": _middle(after),
+        "means": [_mean([text["reward"] for text in side]) for side in (before, after)],
+    }
 
 
-def _means(before: Sequence[ShownText], after: Sequence[ShownText]) -> list[MeanPair]:
-    names = dict.fromkeys(name for text in (*before, *after) for name in text.rewards)
-    return [
-        MeanPair("reward", _mean([text.reward for text in before]), _mean([text.reward for text in after])),
-        *(
-            MeanPair(name, *(_mean([text.rewards.get(name) for text in side]) for side in (before, after)))
-            for name in names
-        ),
-        MeanPair("tokens", _mean([text.length for text in before]), _mean([text.length for text in after])),
+def _change(side: Mapping[str, Any]) -> float:
+    """Return the place of a prompt: by how much its mean reward changed, the most first."""
+    before, after = side["means"]
+    return 0.0 if before is None or after is None else -abs(after - before)
+
+
+def _means(before: Sequence[Described], after: Sequence[Described]) -> list[dict[str, Any]]:
+    """Return the means over all completions, before and after: of the reward, each function's, and the tokens."""
+    names = dict.fromkeys(name for text in (*before, *after) for name in text["rewards"])
+    quantities: dict[str, Callable[[Described], Any]] = {"reward": lambda text: text["reward"]}
+    if len(names) > 1:
+        quantities |= {name: lambda text, name=name: text["rewards"].get(name) for name in names}
+    quantities["tokens"] = lambda text: text["length"]
+    rows = [
+        {
+            "name": name,
+            "before": _mean(list(map(quantity, before))),
+            "after": _mean(list(map(quantity, after))),
+        }
+        for name, quantity in quantities.items()
     ]
+    return [row for row in rows if row["before"] is not None or row["after"] is not None]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -208,31 +247,20 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(numbers)) if numbers else None
 
 
-def _ordered(texts: Sequence[ShownText]) -> list[ShownText]:
-    return sorted(texts, key=lambda text: -np.inf if text.reward is None else text.reward)
+def _ordered(texts: Sequence[Described]) -> list[Described]:
+    return sorted(texts, key=lambda text: -np.inf if text["reward"] is None else text["reward"])
 
 
-def _middle(texts: Sequence[ShownText]) -> ShownText | None:
-    return _place(_ordered(texts), 0.5) if texts else None
+def _middle(texts: Sequence[Described]) -> Described | None:
+    """Return the completion of median reward, with the number of those with its text."""
+    if not texts:
+        return None
+    middle = _place(_ordered(texts), 0.5)
+    return middle | {"copies": sum(text["text"] == middle["text"] for text in texts)}
 
 
-def _place(ordered: Sequence[ShownText], share: float) -> ShownText:
+def _place(ordered: Sequence[Described], share: float) -> Described:
     return ordered[round(share * (len(ordered) - 1))]
-
-
-MOST_GROUPS, MOST_MEMBERS = 3, 8
-"""Groups of a rollout to show, and completions of each."""
-READ = 60
-"""Files of completions to read for the distributions, evenly spread over the run."""
-LONGEST = 4000
-"""Characters of a text to show."""
-LONGEST_CELL = 300
-"""Characters of a column's value to show."""
-MOST_MESSAGES = 60
-"""Messages of an episode to show."""
-PERCENTILES = (5, 25, 50, 75, 95)
-DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
-"""What a row or file of another form than is written raises."""
 
 
 @dataclass(frozen=True)
@@ -246,58 +274,24 @@ class Spread:
     last: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class ScoredPair:
-    """A held-out pair. row: its name. scores: (update, chosen, rejected) at the first and last evaluation."""
-
-    row: str
-    prompt: str
-    chosen: str
-    rejected: str
-    scores: tuple[tuple[int, float, float], ...]
-
-
-def completions(
-    stage: ReportedStage, problems: list[str]
-) -> tuple[Completions | None, RolloutGroups | None, list[Spread]]:
-    """Return completions to show before and after, groups of the newest rollout, and distributions in rollouts."""
+def completions(stage: ReportedStage) -> tuple[Completions | None, list[Spread]]:
+    """Return completions to show before and after, and distributions of rewards and lengths in rollouts."""
     files = stage.files.samples("update")
     steps = list(files)
     if len(steps) > READ:
         steps = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, READ).astype(int))]
     # A file is numbered by the updates before its rollout; metrics.jsonl has its metrics at the next update.
-    sampled = {step + 1: _texts(files, "update", step, problems) for step in steps}
+    sampled = {step + 1: _texts(files[step]) for step in steps}
     rollouts = {step: texts for step, texts in sampled.items() if texts}
-    spreads = []
-    if rollouts:
-        spreads = [
-            _spread("reward", rollouts, lambda text: text.reward),
-            _spread("length", rollouts, lambda text: text.length),
-        ]
-    opposite = fixed_prompts(stage, problems, "evaluation") or (_of_rollouts(rollouts) if rollouts else None)
-    newest = _groups(max(rollouts), rollouts[max(rollouts)]) if rollouts else None
-    return opposite, newest, [spread for spread in spreads if spread is not None]
-
-
-def _groups(update: int, texts: Sequence[ShownText]) -> RolloutGroups | None:
-    """Return the groups of a rollout whose advantages differ most; None where nothing has an advantage."""
-    groups: list[tuple[float, CompletionGroup]] = []
-    for prompt, members in _by_prompt(texts).items():
-        advantages = [text.advantage for text in members if text.advantage is not None]
-        if not advantages:
-            continue
-        ordered = sorted(members, key=lambda text: -(text.advantage or 0.0))
-        shown = ordered if len(ordered) <= MOST_MEMBERS else [*ordered[: MOST_MEMBERS - 1], ordered[-1]]
-        group = CompletionGroup(prompt, members[0].columns, tuple(shown), len(ordered) - len(shown))
-        groups.append((max(advantages) - min(advantages), group))
-    groups.sort(key=lambda item: -item[0])
-    return RolloutGroups(update, tuple(group for _, group in groups[:MOST_GROUPS])) if groups else None
+    spreads = [_spread(name, rollouts) for name in ("reward", "length")]
+    opposite = fixed_prompts(stage, [], "evaluation") or (_of_rollouts(rollouts) if rollouts else None)
+    return opposite, [spread for spread in spreads if spread is not None]
 
 
 def fixed_prompts(stage: ReportedStage, problems: list[str], name: str) -> Completions | None:
     """Pair the first completions of fixed prompts with the trained model's. name: "evaluation" or "preview"."""
     files = stage.files.samples(name)
-    read = [(step, _texts(files, name, step, problems)) for step in _ends(stage, files)]
+    read = [(step, _texts(files[step])) for step in _ends(stage, files)]
     previews = [(step, texts) for step, texts in read if texts]
     if not previews:
         return None
@@ -314,7 +308,18 @@ def _ends(stage: ReportedStage, files: Mapping[int, Any]) -> list[int]:
     return sorted({min(files), best if isinstance(best, int) and best in files else max(files)})
 
 
-def _of_rollouts(rollouts: Mapping[int, Sequence[ShownText]]) -> Completions:
+def _texts(rows: Sequence[Mapping[str, Any]]) -> list[Described]:
+    """Describe the completions among the rows of a file."""
+    texts = []
+    for row in rows:
+        if "completion" in row:
+            question = asked(row)
+            kept = {"prompt": question["prompt"], "columns": question["columns"]}
+            texts.append({**kept, "asked": question.get("messages"), **described(row)})
+    return texts
+
+
+def _of_rollouts(rollouts: Mapping[int, Sequence[Described]]) -> Completions:
     """Pair the first rollout with the last one, by shared prompts, else by quantile of the reward."""
     first, last = min(rollouts), max(rollouts)
     late = rollouts[last] if last != first else None
@@ -322,25 +327,44 @@ def _of_rollouts(rollouts: Mapping[int, Sequence[ShownText]]) -> Completions:
     return shared or same_places((first, last), rollouts[first], late)
 
 
-def scored_pairs(stage: ReportedStage) -> list[ScoredPair]:
-    """Return the pairs that the stage's evaluations stored."""
+def _spread(name: str, rollouts: Mapping[int, Sequence[Described]]) -> Spread | None:
+    values = {
+        step: np.array(numbers, np.float64)
+        for step, texts in rollouts.items()
+        if (numbers := [text[name] for text in texts if text[name] is not None])
+    }
+    if not values:
+        return None
+    steps = list(values)
+    return Spread(
+        name,
+        np.array(steps, np.float64),
+        np.array([np.percentile(values[step], PERCENTILES) for step in steps]),
+        values[steps[0]],
+        values[steps[-1]],
+    )
+
+
+def scored_pairs(stage: ReportedStage) -> list[dict[str, Any]]:
+    """Return the held-out pairs that the stage's evaluations stored, with their scores at the first and the last."""
     files = stage.files.samples("evaluation")
-    scores: dict[tuple[str, str, str, str], list[tuple[int, float, float]]] = {}
+    found: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for step in _ends(stage, files):
         for row in files[step]:
-            if all(isinstance(row.get(f"{side}_score"), float) for side in ("chosen", "rejected")):
-                prompt, chosen, rejected = (
-                    _shown(row.get(part)) for part in ("prompt", "chosen", "rejected")
-                )
-                key = (Path(_shown(row.get("row"))).name, prompt, chosen, rejected)
-                scores.setdefault(key, []).append((step, row["chosen_score"], row["rejected_score"]))
-    return [ScoredPair(*texts, tuple(pair_scores)) for texts, pair_scores in scores.items()]
+            chosen, rejected = number(row.get("chosen_score")), number(row.get("rejected_score"))
+            if chosen is not None and rejected is not None:
+                texts = [text_of(row.get(part)) for part in ("prompt", "chosen", "rejected")]
+                scores = found.setdefault((Path(text_of(row.get("row"))).name, *texts), [])
+                scores.append({"update": step, "chosen": chosen, "rejected": rejected})
+    names = ("row", "prompt", "chosen", "rejected")
+    return [{**dict(zip(names, key, strict=True)), "scores": scores} for key, scores in found.items()]
 
 
 def evaluations(stage: ReportedStage, problems: list[str]) -> list[dict[str, Any]]:
     """Return `step` and the content of two files of evaluations/: the first, and the trained model's.
 
-    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, those of the first set.
+    The content is `scores` and `calibration` of pairs, or `prompt_rewards`, `row_losses` or the number of `pairs`
+    (of the first set).
     """
     files = stage.files.evaluations
     results = []
@@ -360,12 +384,25 @@ def _evaluation(content: Mapping[str, Any]) -> dict[str, Any]:
     if "scores" in content:
         return _score_distributions(content)
     rewards = content.get("prompt_rewards")  # of earlier versions, which wrote no rows
-    rows: Sequence[Mapping[str, Any]] = content["rows"] if rewards is None else []
-    if any("reward" in row for row in rows):
-        rewards = [row["reward"] for row in rows if row.get("set") == rows[0].get("set")]
-    if rewards is None:
-        return {}
-    return {"prompt_rewards": [_optional(float, value) for value in rewards]}
+    if rewards is not None:
+        return {"prompt_rewards": _floats(rewards)}
+    return _row_values(content)
+
+
+def _row_values(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the rewards or losses of the rows of the first set, or the number of its pairs."""
+    rows: Sequence[Mapping[str, Any]] = content["rows"]
+    rows = [row for row in rows if row.get("set") == rows[0].get("set")]
+    # The implicit rewards of KTO's rows are no rewards of prompts: those of bad replies are to fall.
+    is_implicit = any(name.endswith("rewards/chosen") for name in content.get("metrics") or ())
+    for value, name in (("reward", "prompt_rewards"), ("loss", "row_losses")):
+        if not (value == "reward" and is_implicit) and any(value in row for row in rows):
+            return {name: _floats(row[value] for row in rows)}
+    return {"pairs": len(rows)} if any("chosen" in row for row in rows) else {}
+
+
+def _floats(values: Iterable[Any]) -> list[float | None]:
+    return [None if value is None else float(value) for value in values]
 
 
 def _score_distributions(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -377,116 +414,3 @@ def _score_distributions(content: Mapping[str, Any]) -> dict[str, Any]:
         {key: float(row[key]) for key in ("confidence", "right", "pairs")} for row in content["calibration"]
     ]
     return {"scores": {"edges": edges, **counts}, "calibration": bins}
-
-
-def _texts(
-    files: Mapping[int, Sequence[Mapping[str, Any]]], name: str, step: int, problems: list[str]
-) -> list[ShownText]:
-    """Return the completions of a file; name it once in `problems` if some have another form."""
-    texts: list[ShownText] = []
-    odd = 0
-    for row in files[step]:
-        try:
-            if "completion" in row:
-                texts.append(_text(row))
-        except DAMAGED:
-            odd += 1
-    if odd:
-        problems.append(f"samples/{name}-{step:06d}.jsonl: {odd} damaged row{'s' * (odd > 1)} left out")
-    return texts
-
-
-def _text(row: Mapping[str, Any]) -> ShownText:
-    reward = _optional(float, row.get("reward"))
-    rewards = {name: _optional(float, value) for name, value in (row.get("rewards") or {}).items()}
-    columns = row.get("columns") or {}
-    return ShownText(
-        _shown(row.get("prompt")),
-        _shown(_reply(row["completion"])),
-        reward,
-        {} if list(rewards.values()) == [reward] else rewards,
-        _optional(int, row.get("length")),
-        row.get("finished") is not False,
-        columns={name: _shown(_written(value), LONGEST_CELL) for name, value in columns.items()},
-        advantage=_optional(float, row.get("advantage")),
-        **(_episode(row) if "turns" in row else {}),
-    )
-
-
-def _optional(make: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else make(value)
-
-
-def _reply(completion: Any) -> Any:
-    """Return the content of a reply that is a single message of the assistant, without its role."""
-    if isinstance(completion, list) and len(completion) == 1:
-        (message,) = completion
-        if message["role"] == "assistant" and isinstance(message.get("content"), str):
-            return message["content"]
-    return completion
-
-
-def _episode(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ShownText` that only an episode has."""
-    turns = row["turns"]
-    asked = [_message(message) for message in row["prompt"]]
-    replies = [_message(message) for message in row["completion"]]
-    assistant = [i for i, message in enumerate(replies) if message.role == "assistant"]
-    recorded = [turn["message"] for turn in turns if turn.get("message") in assistant]
-    written = recorded if len(recorded) == len(turns) else assistant
-    if len(written) == len(turns):  # else it is not known which of them the environment added
-        for place, (i, turn) in enumerate(zip(written, turns, strict=True), 1):
-            tokens, reward = _optional(int, turn.get("tokens")), _optional(float, turn.get("reward"))
-            replies[i] = replace(replies[i], turn=place, tokens=tokens, reward=reward)
-        for i in set(assistant) - set(written):
-            replies[i] = replace(replies[i], added=True)
-    shown = [*asked, *replies]
-    return {
-        "messages": tuple(shown[:MOST_MESSAGES]),
-        "asked": len(asked),
-        "left_out": max(len(shown) - MOST_MESSAGES, 0),
-        "failure": _shown(row.get("failure")),
-    }
-
-
-def _message(message: Mapping[str, Any]) -> Message:
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
-    return Message(
-        " ".join(filter(None, (message["role"], message.get("name")))),
-        _shown(message.get("content")),
-        tuple(_shown(f"{call.get('name')}({_written(call.get('arguments'))})") for call in calls),
-        tuple(map(_shown, message.get("call_errors") or ())),
-    )
-
-
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _shown(value: Any, longest: int = LONGEST) -> str:
-    """Return a text, or a conversation as one text, cut to `longest` characters."""
-    if isinstance(value, list):
-        value = "\n".join(
-            f"{turn.get('role', '')}: {turn.get('content') or ''}" if isinstance(turn, dict) else str(turn)
-            for turn in value
-        )
-    text = "" if value is None else str(value)
-    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
-
-
-def _spread(name: str, rollouts: Mapping[int, Sequence[ShownText]], quantity: Any) -> Spread | None:
-    values = {
-        step: np.array(numbers, np.float64)
-        for step, texts in rollouts.items()
-        if (numbers := [value for text in texts if (value := quantity(text)) is not None])
-    }
-    if not values:
-        return None
-    steps = list(values)
-    return Spread(
-        name,
-        np.array(steps, np.float64),
-        np.array([np.percentile(values[step], PERCENTILES) for step in steps]),
-        values[steps[0]],
-        values[steps[-1]],
-    )

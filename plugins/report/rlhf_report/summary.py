@@ -11,6 +11,8 @@ from rlhf_report.charts import number
 from rlhf_report.run_reader import ReportedStage
 from rlhf_report.samples import Completions
 
+ACCURACIES = ("eval_accuracy", "eval_rewards/accuracies")
+"""Metrics of the share of pairs whose chosen reply has the higher score."""
 FEWEST = 4
 """Prompts below which no interval is given."""
 Z = 1.959963984540054
@@ -22,21 +24,34 @@ def summary(
 ) -> str:
     """Return the sentence; empty where nothing was evaluated.
 
-    evaluations: the first and last of evaluations/. Rewards are compared prompt by prompt: over all prompts of
-    `eval_data` if an evaluation preceded training, else over those whose completions were stored.
+    evaluations: the first and last of evaluations/. Rewards, and losses, are compared row by row over all of
+    `eval_data`. Where the first evaluation was after some updates, the few prompts whose completions were stored before
+    training are told of, too.
     """
     scored = [row for row in evaluations if "prompt_rewards" in row]
+    lost = [row for row in evaluations if "row_losses" in row]
     shown = completions if completions is not None and completions.of_fixed_prompts_twice else None
     calibrated = [row for row in evaluations if "calibration" in row]
-    text = ""
-    if len(scored) == 2 and (scored[0]["step"] == 0 or shown is None):
+    texts = []
+    if len(scored) == 2:
         updates = (scored[0]["step"], scored[1]["step"])
-        text = _rewards(stage, updates, *(row["prompt_rewards"] for row in scored))
-    elif shown is not None:
-        text = _rewards(stage, shown.updates, *zip(*shown.prompt_means, strict=True))
-    elif calibrated and "eval_accuracy" in stage.metrics:
-        text = _accuracy(stage, round(sum(row_bin["pairs"] for row_bin in calibrated[-1]["calibration"])))
-    return text or _loss(stage)
+        texts.append(_rewards(stage, updates, *(row["prompt_rewards"] for row in scored)))
+    if shown is not None:
+        before, after = zip(*shown.prompt_means, strict=True)
+        if len(scored) < 2:
+            texts.append(_rewards(stage, shown.updates, before, after))
+        elif scored[0]["step"] > shown.updates[0]:
+            texts.append(_kept(shown.updates, before, after))
+    accuracy = next((name for name in ACCURACIES if name in stage.metrics), None)
+    if not texts and calibrated and accuracy:
+        pairs = round(sum(row_bin["pairs"] for row_bin in calibrated[-1]["calibration"]))
+        texts.append(_accuracy(stage, accuracy, pairs))
+    elif not texts and evaluations and accuracy:
+        texts.append(_accuracy(stage, accuracy, evaluations[-1].get("pairs", 0)))
+    text = " ".join(filter(None, texts)) or _loss(stage)
+    if text and len(lost) == 2 and not texts:
+        text += _loss_of_rows(*(row["row_losses"] for row in lost))
+    return text
 
 
 def _rewards(
@@ -46,13 +61,14 @@ def _rewards(
     after: Sequence[float | None],
 ) -> str:
     """Compare the mean rewards of the same prompts."""
-    both = [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+    both = _both(before, after)
     if not both:
         return ""
     first, last = np.array(both, np.float64).T
     start = "before training" if updates[0] == 0 else f"after update {updates[0]:,}"
     held_out = "held-out" if stage.config.get("eval_data") else "training"
-    prompts = f"{len(both):,} {held_out} prompt{'s' * (len(both) > 1)}"
+    of_all = f" of {len(before):,}" if len(both) < len(before) else ""
+    prompts = f"{len(both):,}{of_all} {held_out} prompt{'s' * (len(before) > 1)}"
     text = (
         f"The mean reward of {prompts} was {number(first.mean())} {start} and {number(last.mean())} after update "
         f"{updates[1]:,}"
@@ -75,6 +91,39 @@ def _rewards(
     return f"{text} (95 % interval over prompts: {low:+.3g} to {high:+.3g}), {verdict}."
 
 
+def _kept(updates: tuple[int, int], before: Sequence[float | None], after: Sequence[float | None]) -> str:
+    """Say what the mean reward of the few prompts was whose completions were stored before the first evaluation."""
+    both = _both(before, after)
+    if not both:
+        return ""
+    first, last = np.mean(np.array(both, np.float64), axis=0)
+    start = "before training" if updates[0] == 0 else f"after update {updates[0]:,}"
+    return (
+        f"For the {len(both):,} whose completions are kept it was {number(float(first))} {start} and "
+        f"{number(float(last))} after update {updates[1]:,}."
+    )
+
+
+def _both(before: Sequence[float | None], after: Sequence[float | None]) -> list[tuple[float, float]]:
+    return [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+
+
+def _loss_of_rows(before: Sequence[float | None], after: Sequence[float | None]) -> str:
+    """Say in how many rows the loss fell, and by how much in the mean over rows, with its interval."""
+    both = _both(before, after)
+    if len(both) < FEWEST:
+        return ""
+    first, last = np.array(both, np.float64).T
+    change = last - first
+    half = t_quantile(len(both) - 1) * change.std(ddof=1) / np.sqrt(len(both))
+    low, high = change.mean() - half, change.mean() + half
+    noise = "" if low > 0 or high < 0 else ", which may be noise"
+    return (
+        f" It fell for {np.count_nonzero(change < 0):,} of {len(both):,} held-out rows: a change of "
+        f"{change.mean():+.3g} in the mean over rows (95 % interval: {low:+.3g} to {high:+.3g}){noise}."
+    )
+
+
 def t_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t, within 1 % from 3 degrees of freedom (Fisher's expansion)."""
     z, n = Z, float(freedom)
@@ -93,8 +142,8 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return float((middle - half) / (1 + Z**2 / count)), float((middle + half) / (1 + Z**2 / count))
 
 
-def _accuracy(stage: ReportedStage, pairs: int) -> str:
-    update, last = stage.metrics["eval_accuracy"].at(stage.saved) or (0.0, -1.0)
+def _accuracy(stage: ReportedStage, name: str, pairs: int) -> str:
+    update, last = stage.metrics[name].at(stage.saved) or (0.0, -1.0)
     if pairs < 1 or not 0 <= last <= 1:
         return ""
     low, high = wilson(last, pairs)

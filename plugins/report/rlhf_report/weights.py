@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_report.charts import Chart, Line, bars, lines
-from rlhf_report.run_reader import Points, ReportedStage, number
+from rlhf_report.run_reader import ReportedStage, number
 
 MOST = 6
 """Parameters that are drawn, those that the last logged update moved most."""
@@ -19,9 +18,11 @@ CURVES = {
     "zeros": "Share of parameters that are 0",
 }
 BINS = 40
+Chart = dict[str, Any]
+"""A chart beside the metrics: group, title, axis (unit of x), lines of {name, x, y}, and `bars` for histograms."""
 
 
-def weight_charts(id: str, stage: ReportedStage, problems: list[str], stretches: int) -> Iterator[Chart]:
+def weight_charts(stage: ReportedStage, problems: list[str]) -> Iterator[Chart]:
     """Yield the charts of a stage's weights; rows of another form are left out, and named once in `problems`."""
     logged: dict[int, Mapping[str, Mapping[str, Any]]] = {}
     wrong = 0
@@ -41,13 +42,30 @@ def weight_charts(id: str, stage: ReportedStage, problems: list[str], stretches:
     shown = every[:MOST]
     note = f" ({len(shown)} of {len(every)})" if len(every) > len(shown) else ""
     for key, title in CURVES.items():
-        drawn = [Line(name, _points(logged, name, key), i) for i, name in enumerate(shown)]
-        if any(line.points.values.any() for line in drawn):
-            yield lines(f"{id}-weights-{key}", title + note, drawn, stretches)
-    for i, name in enumerate(shown):
+        lines = [_line(logged, name, key) for name in shown]
+        if any(any(line["y"]) for line in lines):
+            yield {"group": "Weights", "title": title + note, "axis": "update", "lines": lines}
+    for name in shown:
         edges = np.linspace(*_ends(first[name], last[name]), BINS + 1)
         ends = {f"update {step}": _counts(logged[step][name], edges) for step in (min(logged), max(logged))}
-        yield bars(f"{id}-weights-{i}", name, "value", edges, ends)
+        yield bars("Weights", name, "value", edges, ends)
+
+
+def bars(
+    group: str,
+    title: str,
+    axis: str,
+    edges: NDArray[Any],
+    counts: Mapping[str, Sequence[float] | NDArray[Any]],
+) -> Chart:
+    """Return histograms in common bins, as percentages of each part. edges: [bins + 1]; counts: {part: [bins]}."""
+    middles = (edges[:-1] + edges[1:]) / 2
+    parts = {name: np.asarray(count, float) for name, count in counts.items()}
+    lines = [
+        {"name": name, "x": middles.tolist(), "y": (100 * count / max(count.sum(), 1)).tolist()}
+        for name, count in parts.items()
+    ]
+    return {"group": group, "title": f"{title}, %", "axis": axis, "bars": True, "lines": lines}
 
 
 def _is_whole(weights: Any) -> bool:
@@ -62,10 +80,9 @@ def _is_whole(weights: Any) -> bool:
     )
 
 
-def _points(logged: Mapping[int, Mapping[str, Any]], name: str, key: str) -> Points:
+def _line(logged: Mapping[int, Mapping[str, Any]], name: str, key: str) -> dict[str, Any]:
     steps = sorted(step for step in logged if name in logged[step])
-    values = [logged[step][name][key] for step in steps]
-    return Points(np.array(steps, np.float64), np.array(values, np.float64))
+    return {"name": name, "x": steps, "y": [logged[step][name][key] for step in steps]}
 
 
 def _ends(*each: Mapping[str, Any]) -> tuple[float, float]:

@@ -2,15 +2,18 @@
 
 The main process logs metrics under their own names, without values that are not finite, which are null in
 metrics.jsonl. A killed run repeats the updates since its newest checkpoint: their steps are not logged twice.
+Completions and pairs are tables, with the metrics of the next logged step.
 An error in a tracker is a warning, and the stage continues without it.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -23,12 +26,24 @@ from rlhf_core.config.secrets import public_table
 from rlhf_core.errors import warn
 from rlhf_core.runs import open_run
 
+Table = tuple[list[str], list[list[Any]]]
+"""The names of columns, and rows."""
+COLUMNS = (
+    *("row", "prompt", "completion", "reward", "advantage", "length", "finished"),
+    *("chosen", "rejected", "chosen_score", "rejected_score", "margin"),
+)
+"""What a table shows of completions, and of pairs."""
+MARKS = re.compile(r"([\\`*_{}\[\]<>#|])")
+"""Characters that Markdown would read."""
+
 
 @dataclass(eq=False)
 class Tracker:
     """What the three share. A tracker opens a run, and says up to which step it has one."""
 
     _log: Callable[[int, dict[str, float]], Any] | None = field(default=None, init=False, repr=False)
+    _show: Callable[[int, str, Table], Any] | None = field(default=None, init=False, repr=False)
+    _tables: dict[str, Table] = field(default_factory=dict, init=False, repr=False)
     _close: Callable[[str], Any] = field(default=lambda status: None, init=False, repr=False)
     _logged: int = field(default=-1, init=False, repr=False)
 
@@ -41,13 +56,34 @@ class Tracker:
     def rlhf_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         log = self._log
         if log is None or step <= self._logged:
+            self._tables = {}
             return
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self._guarded("failed", lambda: log(step, finite))
         self._logged = step
+        self._show_tables()
+
+    @hookimpl
+    def rlhf_samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        if self._log is not None and rows:
+            self._tables[f"samples/{name}"] = table_of(step, rows)
+
+    def _show_tables(self) -> None:
+        """Log the tables since the last step; where they cannot be, metrics still are."""
+        tables, self._tables = self._tables, {}
+        if self._log is None or self._show is None:
+            return
+        try:
+            with redirect_stdout(sys.stderr):
+                for name, table in tables.items():
+                    self._show(max(self._logged, 0), name, table)
+        except Exception as error:
+            self._show = None
+            warn(f"{type(self).__name__} took no table, continuing without tables: {error}")
 
     @hookimpl
     def rlhf_stage_end(self, error: BaseException | None) -> None:
+        self._show_tables()
         if self._log is not None:
             self._guarded("failed", lambda: self._close("FINISHED" if error is None else "FAILED"))
             self._log = None
@@ -81,17 +117,21 @@ class TensorBoard(Tracker):
 
         writers: list[Any] = []
 
-        def log(step: int, metrics: dict[str, float]) -> None:
+        def writer(step: int) -> Any:
             if not writers:
                 # Files of one second must differ.
                 suffix = f".{step:08d}"
                 folder = str(stage.dir / self.folder)
                 writers.append(SummaryWriter(folder, purge_step=step, filename_suffix=suffix))
+            return writers[0]
+
+        def log(step: int, metrics: dict[str, float]) -> None:
             for name, value in metrics.items():
-                writers[0].add_scalar(name, value, step)
-            writers[0].flush()
+                writer(step).add_scalar(name, value, step)
+            writer(step).flush()
 
         self._log = log
+        self._show = lambda step, name, table: writer(step).add_text(name, markdown(table), step)
         self._close = lambda status: [writer.close() for writer in writers]
 
 
@@ -138,6 +178,7 @@ class Trackio(Tracker):
                     run.log(logged_values(row), step=step)
                     self._logged = step
         self._log = lambda step, metrics: run.log(metrics, step=step)
+        self._show = lambda step, name, table: run.log({name: trackio.Table(*table)}, step=step)
         self._close = lambda status: run.finish()
 
 
@@ -184,8 +225,36 @@ class MLflow(Tracker):
             values = [Metric(name, value, now, step) for name, value in metrics.items()]
             client.log_batch(run.info.run_id, metrics=values)
 
+        def show(step: int, name: str, table: Table) -> None:
+            """Write the file that `log_table` would, which needs pandas."""
+            content = dict(zip(("columns", "data"), table, strict=True))
+            client.log_dict(run.info.run_id, content, f"{name}-{step:06d}.json")
+
         self._log = log
+        self._show = show
         self._close = lambda status: client.set_terminated(run.info.run_id, status)
+
+
+def table_of(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Make a table of completions or pairs, with the update in the first column; messages are written as text."""
+    names = [name for name in COLUMNS if name in rows[0]]
+    return ["step", *names], [[step, *(_cell(row.get(name)) for name in names)] for row in rows]
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def markdown(table: Table) -> str:
+    """Write a table as Markdown, in which texts stay as they are."""
+    columns, rows = table
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(map(_plain, line))} |" for line in lines)
+
+
+def _plain(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return MARKS.sub(r"\\\1", text).replace("\n", " ⏎ ")
 
 
 def require(logger: str, package: str) -> None:

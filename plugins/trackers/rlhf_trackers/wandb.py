@@ -20,14 +20,9 @@ import numpy as np
 from rlhf_core import Artifact, Stage, TrainerConfig, hookimpl
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import warn
-from rlhf_trackers.trackers import described, logged_values, require, rows_before, run_name
+from rlhf_trackers.trackers import described, logged_values, require, rows_before, run_name, table_of
 
 Mode = Literal["online", "offline", "disabled"]
-COLUMNS = (
-    *("row", "prompt", "completion", "reward", "length", "finished"),
-    *("chosen", "rejected", "chosen_score", "rejected_score", "margin"),
-)
-"""What a table shows of completions, and of pairs."""
 BEST = "best.json"
 """The file in a stage's directory that names the best evaluation."""
 NO_LOGIN = "wandb has no login (`wandb login`, or WANDB_API_KEY)"
@@ -164,16 +159,10 @@ class Wandb:
 
 
 def _table(step: int, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Make a table of completions or pairs, with the update in the first column; messages are written as text."""
     import wandb
 
-    names = [name for name in COLUMNS if name in rows[0]]
-    data = [[step, *(_cell(row[name]) for name in names)] for row in rows]
-    return wandb.Table(columns=["step", *names], data=data)
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+    columns, data = table_of(step, rows)
+    return wandb.Table(columns=columns, data=data)
 
 
 def _model(stage: Stage, artifact: Artifact) -> Any:

@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
         "    sys.argv = ['rlhf', *arguments]\n"
         "    try: main()\n"
         "    except SystemExit as stop: code = stop.code or 0\n"
-        "    heavy = {'jax', 'numpy', 'transformers', 'datasets', 'wandb', 'flax', 'pluggy', 'bokeh'}\n"
+        "    heavy = {'jax', 'numpy', 'transformers', 'datasets', 'wandb', 'flax', 'pluggy'}\n"
         "    heavy &= set(sys.modules)\n"
         "    print('IMPORTED', sorted(heavy), code)"
     )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import hashlib
-import json
 import re
 from typing import Any
 
@@ -13,49 +11,69 @@ import pytest
 from rlhf_report.frozen import PAGE, collect, frozen, joined, thinned
 
 from tests.shared import page_answers
+from tests.shared.report_runs import answers_in
 
 
-def answered(found: dict[str, Any], asked: list[str]) -> Any:
-    """Return what answers the routes as the server does, noting each."""
+class Answering:
+    """Answers as `Watched` does, from those of `page_answers`."""
 
-    def get(route: str) -> Any:
-        asked.append(route)
-        return found[route.replace("&limit=50", "")]
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.found = found
 
-    return get
+    def runs(self) -> Any:
+        return self.found["api/runs"]
 
+    def run(self, id: str) -> Any:
+        return self.found[f"api/runs/{id}"]
 
-def inside(page: str) -> dict[str, Any]:
-    """Read the answers in a page."""
-    packed = re.search(r'<script type="text/plain" id="frozen">([^<]*)</script>', page)
-    assert packed is not None
-    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
-    return found
+    def compare(self, ids: list[str]) -> Any:
+        return self.found[f"api/compare?runs={'%2C'.join(ids)}"]
+
+    def metrics(self, id: str, stage: str, after: float, names: None) -> Any:
+        return self.found[f"api/runs/{id}/{stage}/metrics"]
+
+    def results(self, id: str, stage: str) -> Any:
+        return self.found[f"api/runs/{id}/{stage}/results"]
+
+    def rollouts(self, id: str, stage: str, update: int, wanted: Any) -> Any:
+        return self.found[f"api/runs/{id}/{stage}/rollouts?update={update}"]
+
+    def rows(self, id: str, stage: str, update: int, *_: Any) -> Any:
+        return self.found[f"api/runs/{id}/{stage}/rows?update={update}"]
+
+    def evaluations(self, id: str, stage: str) -> Any:
+        return self.found[f"api/runs/{id}/{stage}/evaluations"]
+
+    def evaluation(self, id: str, stage: str, update: int) -> Any:
+        return self.found[f"api/runs/{id}/{stage}/evaluations/{update}"]
 
 
 def test_a_report_has_the_answers_for_all_that_it_shows() -> None:
     found = page_answers.answers()
-    asked: list[str] = []
-    kept = collect(answered(found, asked), ["a"])
+    kept = collect(Answering(found), ["a"])
     assert kept["api/runs"]["runs"] == found["api/runs"]["runs"][:1]
+    places = ("a", *(f"a/{stage}/{kind}" for stage in ("policy", "rm") for kind in ("metrics", "results")))
     shown = {
-        *("api/runs", "api/runs/a", "api/runs/a/policy/metrics", "api/runs/a/rm/metrics"),
+        "api/runs",
+        *(f"api/runs/{place}" for place in places),
         *(f"api/runs/a/policy/rollouts?update={update}" for update in (39, 40, 41)),
         *(f"api/runs/a/rm/rows?update={update}" for update in (2, 4)),
         *("api/runs/a/rm/evaluations", "api/runs/a/rm/evaluations/2", "api/runs/a/rm/evaluations/4"),
     }
     assert kept.keys() == shown
-    assert len(asked) == len(set(asked))
-    assert inside(frozen(kept, "first")) == kept
+    assert answers_in(frozen(kept, "first")) == kept
 
 
-def test_of_many_updates_a_report_has_the_first_the_last_and_some_between() -> None:
+def test_of_many_updates_a_report_has_the_first_the_last_the_saved_and_some_between() -> None:
     found = page_answers.answers()
-    found["api/runs/a"]["stages"][1]["rollouts"] = list(range(101))
+    policy = found["api/runs/a"]["stages"][1]
+    policy |= {"rollouts": list(range(101)), "saved": 47}
     for update in range(101):
-        found[f"api/runs/a/policy/rollouts?update={update}"] = {"update": update}
-    kept = collect(answered(found, []), ["a"])
-    assert kept["api/runs/a"]["stages"][1]["rollouts"] == [0, 20, 40, 60, 80, 100]
+        found[f"api/runs/a/policy/rollouts?update={update}"] = {"update": update, "total": 0, "groups": []}
+    kept = collect(Answering(found), ["a"])
+    shown = kept["api/runs/a"]["stages"][1]
+    assert shown["rollouts"] == [0, 20, 40, 47, 60, 80, 100]
+    assert shown["kept_of"]["rollouts"] == 101
     assert "api/runs/a/policy/rollouts?update=40" in kept
     assert "api/runs/a/policy/rollouts?update=41" not in kept
 
@@ -65,7 +83,7 @@ def test_two_runs_are_compared() -> None:
     for stage in ("rm", "policy"):
         for route in [route for route in found if f"/a/{stage}" in route]:
             found.setdefault(route.replace("/a/", "/b/"), found[route])
-    kept = collect(answered(found, []), ["a", "b"])
+    kept = collect(Answering(found), ["a", "b"])
     assert kept["api/compare?runs=a%2Cb"] == found["api/compare?runs=a%2Cb"]
     assert [run["id"] for run in kept["api/runs"]["runs"]] == ["a", "b"]
 

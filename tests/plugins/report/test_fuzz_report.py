@@ -66,7 +66,6 @@ def test_spoiled_run_directories(tmp_path: Path, runs_spoiled: int) -> None:
         files = [path for path in sorted(run.rglob("*")) if path.is_file()]
         for file in rng.sample(files, 3):
             spoil(file, rng)
-        assert len(runs.page(run).html) > 100_000
         problems += len(runs.problems(run))
     assert problems >= runs_spoiled / 2  # what could not be read is named
 

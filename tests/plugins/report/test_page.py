@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_report.frozen import collect, frozen
+import rlhf_report
+from rlhf_report.frozen import frozen
 
 from tests.shared import page_answers, report_runs
 from tests.shared.chromium import PROGRAM, Chromium
@@ -25,14 +26,37 @@ pytestmark = [
 ]
 TEXT = "<b>bold</b>"
 VIEWS = {
-    "run/a": ["The reward rose by 0.4", "Reward", "The lengths run away", "before the first update"],
+    "run/a": [
+        "The reward rose by 0.4",
+        "Reward",
+        "The lengths run away",
+        "Longer is better",
+        "completions of update 41",
+        "before the first update",
+    ],
     "run/a/rm": ["ann <b>bold</b>", "0.75", "4 of 4", "Newest rows"],
     "run/a/policy/update/40": ["×7", "brevity", "ended: length", "version 39 (1 old)", "advantage −0.3"],
     "run/a/rm/rows/4": ["pairs.jsonl row 2 <b>bold</b>", "0.3333", "margin 2"],
-    "run/a/rm/evaluation/4": ["pairs.jsonl row 0", "change +0.5", "evaluation at update 2"],
-    "compare/a,b": ["learning_rate", "0.01 <b>bold</b>", "0.3333", "reply <b>bold</b>"],
+    "run/a/rm/evaluation/4": ["pairs.jsonl row 0", "change +0.5", "evaluation at update 2: a rise is better"],
+    "compare/a,b?all=1": [
+        "learning_rate",
+        "0.01 <b>bold</b>",
+        "0.3333",
+        "reply <b>bold</b>",
+        "= rewards/model/mean",
+    ],
 }
-LIVE = {"": ["first <b>bold</b>", "failed", "60 of 100", "1 min 20 s left", "1 warning"]} | VIEWS
+LIVE = {
+    "": [
+        "first <b>bold</b>",
+        "failed",
+        "60 of 100",
+        "1 min 20 s left",
+        "1 warning",
+        "⚠ Longer is better.",
+        "Permission denied",
+    ]
+} | VIEWS
 CONTRAST = """
 (() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -93,8 +117,8 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of `rlhf watch` on two runs."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of `rlhf watch` on two runs, and their directory."""
     directory = tmp_path_factory.mktemp("watched")
     report_runs.make_run(directory / "first")
     report_runs.make_run(directory / "second", rate=3e-4, offset=0.5)
@@ -102,7 +126,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         assert server.stdout is not None
         address = next(filter(None, (re.search(r"http://\S+", line) for line in server.stdout)))
-        yield f"{address[0]}/"
+        yield f"{address[0]}/", directory
         server.kill()
 
 
@@ -128,17 +152,17 @@ def test_every_view_says_what_the_answers_say(browser: Chromium, address: str, w
 
 
 def test_runs_are_shown_as_rlhf_watch_answers_and_as_a_report_of_its_answers(
-    browser: Chromium, watched: str, tmp_path: Path
+    browser: Chromium, watched: tuple[str, Path], tmp_path: Path
 ) -> None:
-    ids = [run["id"] for run in get(watched, "api/runs")["runs"]]
-    file = tmp_path / "report.html"
-    file.write_text(frozen(collect(lambda route: get(watched, route), ids), "two runs"), encoding="utf-8")
-    browser.open(watched)
+    served, directory = watched
+    file = rlhf_report.compare([directory / "first", directory / "second"], tmp_path / "report.html")
+    ids = [run["id"] for run in report_runs.Report(file).all["api/runs"]["runs"]]
+    browser.open(served)
     names = browser.read("[...document.querySelectorAll('.run a')].map((e) => e.innerText)")
     assert sorted(names) == ["first", "second"]
-    run = get(watched, f"api/runs/{ids[0]}")
+    run = get(served, f"api/runs/{ids[0]}")
     views = [f"compare/{','.join(ids)}"]
-    parts = "h1, .legend, .completion .text, .row"
+    parts = "h1, .legend, .completion .text, .row, [data-key^=numbers] td"
     for stage in run["stages"]:
         place = f"run/{ids[0]}/{stage['name']}"
         views += [place, *(f"{place}/update/{update}" for update in stage["rollouts"][-1:])]
@@ -147,8 +171,12 @@ def test_runs_are_shown_as_rlhf_watch_answers_and_as_a_report_of_its_answers(
         ]
     for view in views:
         shown = []
-        for address in (watched, file.as_uri()):
-            browser.open(f"{address}#/{view.replace('evaluations', 'evaluation')}")
+        for address in (served, file.as_uri()):
+            chosen = "?stage=policy&all=1" if view.startswith("compare") else "?all=1"
+            browser.open(f"{address}#/{view.replace('evaluations', 'evaluation')}{chosen}")
+            fold = "document.querySelector('[data-key^=results]')"
+            browser.read(f"{fold} && ({fold}.open = true)")
+            browser.wait(f"!{fold} || document.querySelector('[data-key^=numbers]')")
             assert browser.read("document.querySelector('[role=alert]')?.innerText ?? ''") == "", view
             shown.append(browser.read(f"[...document.querySelectorAll('{parts}')].map((e) => e.innerText)"))
         assert shown[0] == shown[1], view
@@ -156,14 +184,38 @@ def test_runs_are_shown_as_rlhf_watch_answers_and_as_a_report_of_its_answers(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_every_text_has_the_contrast_of_wcag_aa(browser: Chromium, dark: bool) -> None:
+def test_every_text_has_the_contrast_of_wcag_aa(browser: Chromium, address: str, dark: bool) -> None:
     browser.look(width=1280, height=900, dark=dark)
-    with page_answers.serve(page_answers.answers()) as address:
-        for view in [*LIVE, "run/a/policy/update/40?completion=40.0&colour=sampler_logps"]:
-            browser.open(f"{address}#/{view}")
-            if "completion" in view:
-                browser.wait("document.querySelector('.token')")
-            assert browser.read(CONTRAST) == [], view
+    tokens = "run/a/policy/update/40?completion=40.0&colour=sampler_logps"
+    for view in VIEWS if address.startswith("file:") else [*LIVE, tokens]:
+        browser.open(f"{address}#/{view}")
+        if "completion" in view:
+            browser.wait("document.querySelector('.token')")
+        assert browser.read(CONTRAST) == [], view
+
+
+def test_a_report_shows_every_stage_and_what_it_came_to(browser: Chromium, address: str) -> None:
+    """A live page shows it when it is unfolded."""
+    browser.open(f"{address}#/run/a")
+    expected = {
+        *("reward <b>bold</b>", "pairs.jsonl <b>bold</b>", f"To continue: rlhf run {TEXT}", "seed 7"),
+        *("Asked <b>bold</b>", f"answer {TEXT} 42 {TEXT}", "×3", "mean of 4: 1.5", "▲ higher"),
+        *("the same text", "turn 1", "5 tokens", f"malformed call: no {TEXT}", f"dropped: failed {TEXT}"),
+        *("Held-out pairs", f"chosen {TEXT}", "-0.5", f"weights.jsonl {TEXT}", f"Rewards {TEXT}"),
+        *("saved, update 40", "Always 0, and not drawn: zero."),
+    }
+    if address.startswith("file:"):
+        expected |= {"The reward rose by 0.4", "rm reward", "Where the time went", "Made by rlhf"}
+    else:
+        browser.click("[data-key='more']")
+        browser.click("[data-key='results policy'] summary")
+        browser.wait("document.querySelector('.plot .column')")
+    shown = text(browser)
+    assert not [words for words in expected if words not in shown], shown
+    bars = browser.read(
+        "[...document.querySelectorAll('.column')].map((bar) => Number(bar.getAttribute('height')))"
+    )
+    assert [height / bars[0] for height in bars[:2]] == pytest.approx([1, 3], rel=1e-3)  # 25 and 75 per cent
 
 
 def test_texts_of_files_are_never_markup(browser: Chromium, tmp_path: Path) -> None:
@@ -368,12 +420,13 @@ def test_a_report_sorts_and_searches_by_itself(browser: Chromium, address: str) 
 
 
 def test_charts_are_drawn_in_a_picture_and_on_paper(browser: Chromium, address: str) -> None:
-    """Without scrolling to them, and folded ones, too."""
-    browser.open(f"{address}#/run/a/policy?all=1")
+    """Without scrolling to them, and folded ones, too; in a report those of all stages, and histograms."""
+    browser.open(f"{address}#/run/a?all=1")
     drawn = "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.line').length > 0)"
-    assert browser.read(drawn) == [True] * 4
+    count = 9 if address.startswith("file:") else 4
+    assert browser.read(drawn) == [True] * count
     browser.look(width=800, height=600, dark=True, media="print")
-    assert browser.read(drawn) == [True] * 4
+    assert browser.read(drawn) == [True] * count
     assert browser.read(CONTRAST) == []
 
 

@@ -1,9 +1,8 @@
-"""rlhf report and rlhf compare: the contents of the pages, and how the commands end."""
+"""rlhf report and rlhf compare: what is in the pages, and how the commands end."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import rlhf_report as reporting
-from rlhf_report import charts, samples
+from rlhf_report import samples
 
+from rlhf_core import InputError
 from tests.shared import report_runs as runs
 
 make_run, write = runs.make_run, runs.write
@@ -25,55 +25,53 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_page_tells_the_run(page: Any) -> None:
-    for told in ("first", "2 min 00 s", "2 × cpu, jax 0.10.2, Python 3.11.7", "rlhf-core 0.1.0", "seed = 3"):
-        assert told in page.text, told
-    assert page.text.count("done") >= 4
-    assert {"stage-rm", "stage-policy", "timing", "warnings", "configuration"} <= set(page.ids())
-    assert len(page.ids()) == len(set(page.ids()))
-    targets = {a["href"].removeprefix("#") for a in page.of("a")}
-    assert targets <= set(page.ids())
+    run = page.run
+    assert (run["name"], run["seconds"], run["seed"], run["began"]) == ("first", 120.0, 3, runs.BEGAN)
+    assert (run["machine"], run["versions"]) == ("2 × cpu, jax 0.10.2, Python 3.11.7", "rlhf-core 0.1.0")
+    assert "seed = 3" in run["config"]
+    assert [event["message"] for event in run["events"] if event["event"] == "warning"] == [
+        f"careful with {runs.EVIL}"
+    ] * 2
+    assert [(arrow["label"]) for arrow in run["picture"]["arrows"]] == ["reward"]
+    assert page.stages["rm"]["facts"] == ["1 epoch"]
+    assert len(page.html) < 200_000
 
 
-def test_every_chart_has_a_place_and_all_that_the_script_looks_for(page: Any) -> None:
-    places = [a["id"] for a in page.of("figure") if "data-chart" in a]
-    charts = page.charts()
-    assert set(places) == set(charts)
-    assert len(places) == 11
-    for id, chart in charts.items():
-        text = json.dumps(chart["item"])
-        assert f"{id}-plot" in page.ids()
-        for name in ["cursor", "here", *range(len(chart["colours"]))]:
-            assert f'"{id}/{name}"' in text
-    accessible = [a for a in page.of("figure") if "data-chart" in a]
-    assert all(a["tabindex"] == "0" and a["aria-label"] for a in accessible)
-
-
-def test_nothing_is_loaded_from_elsewhere(page: Any) -> None:
-    for tag, attributes in page.elements:
-        assert not ({"src", "srcset", "data", "action"} & set(attributes)), tag
-        assert attributes.get("href", "#").startswith("#")
-        assert tag not in ("link", "iframe", "img", "object", "embed", "base")
-    assert "url(" not in re.sub(r"url\(#", "", page.scripts["style"])
-    policy = next(a["content"] for a in page.of("meta") if a.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'")
-    assert "http" not in policy
-
-
-def test_whatever_a_completion_holds_stays_text(page: Any) -> None:
-    assert len(page.of("script")) == 3
-    assert page.of("img") == []
-    assert "onerror" not in {name for _, attributes in page.elements for name in attributes}
-    assert page.text.count(f"completion 0 7 {runs.EVIL}") == 1
-    assert f"careful with {runs.EVIL}" in page.text
+def test_results_are_those_of_the_files(page: Any) -> None:
+    rm = page.answers["rm/results"]
+    numbers = {row.pop("name"): row for row in rm["metrics"]}
+    assert numbers["eval_loss"] == dict.fromkeys(("first", "last", "least", "largest"), 0.25) | {
+        "saved": None,
+        "count": 1,
+        "missing": 0,
+    }
+    assert [chart["title"] for chart in rm["charts"]] == [
+        "Scores of held-out pairs, update 20, %",
+        "Calibration: accuracy over confidence",
+    ]
+    scores, calibration = rm["charts"]
+    assert scores["lines"][0] == {"name": "chosen", "x": [0.5, 1.5], "y": [25.0, 75.0]}
+    assert calibration["lines"][0] == {"name": "update 20, 4 pairs", "x": [0.7], "y": [0.75]}
+    assert rm["pairs"] == [
+        {
+            "row": "pairs.jsonl row 7",
+            "prompt": "p",
+            "chosen": "good",
+            "rejected": "bad",
+            "scores": [{"update": 20, "chosen": 1.5, "rejected": -0.5}],
+        }
+    ]
 
 
 def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(page: Any) -> None:
-    for i in (0, 2, 4, 5, 7):  # of 8: the lowest, a quarter, the half, three quarters, the highest
-        for step in (0, 19):
-            assert f"completion {step} {i} " in page.text
-    assert "completion 0 1 " not in page.text
-    assert "brevity –" in page.text
-    assert "3 tokens, truncated" in page.text
+    (found,) = page.answers["policy/results"]["completions"]
+    assert (found["updates"], found["same_prompts"]) == ([1, 20], False)
+    for i, side in zip((0, 2, 4, 5, 7), found["sides"], strict=True):  # of 8: the lowest, a quarter, …
+        assert side["before"]["text"] == f"completion 0 {i} {runs.EVIL}"
+        assert side["after"]["text"] == f"completion 19 {i} {runs.EVIL}"
+        assert side["before"]["rewards"]["brevity"] is None
+    lowest = found["sides"][0]["before"]
+    assert (lowest["length"], lowest["finish"]) == (3, "length")
 
 
 def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
@@ -82,10 +80,8 @@ def test_completions_of_the_same_prompts_stand_side_by_side(tmp_path: Path) -> N
         rows = [{"prompt": "again", "completion": f"at {step}", "reward": 1.0, "rewards": {}}]
         rows += [{"prompt": f"only {step}", "completion": "once", "reward": 5.0, "rewards": {}}]
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    page = runs.page(run)
-    assert "at 0" in page.text
-    assert "at 19" in page.text
-    assert "once" not in page.text
+    (side,) = runs.completions(run)["sides"]
+    assert (side["prompt"], side["before"]["text"], side["after"]["text"]) == ("again", "at 0", "at 19")
 
 
 def answers(step: int, values: Iterable[float], group: int = 1) -> list[dict[str, Any]]:
@@ -113,35 +109,28 @@ def evaluated(directory: Path, values: Mapping[int, Iterable[float]], group: int
 
 
 def test_fixed_prompts_stand_before_and_after_with_every_reward(tmp_path: Path) -> None:
+    """Those whose mean reward changed most come first."""
     run = evaluated(tmp_path / "first", {0: (1.0, 2.0), 10: (5.0, 5.0), 20: (7.0, 9.0)}, group=3)
-    page = runs.page(run)
-    assert "at update 0 and at update 20, each with the completion of median reward among its 3" in page.text
-    for i in range(2):
-        assert page.text.count(f"asked {i}") == 1
-        for step in (0, 20):
-            assert f"answer {i} of {step}, 1" in page.text  # the middle one of three
-            assert f"answer {i} of {step}, 0" not in page.text
-    assert "of 10" not in page.text
-    assert "completion 0 4" not in page.text  # of a rollout
-    words = " ".join(page.text.split())
-    assert "reward2.5→9" in words  # means of 1, 2, 3, 2, 3, 4 and of 7, 8, 9, 9, 10, 11
-    assert "model1.5→8" in words
-    assert "brevity0.5→0.5" in words
-    for told in (
-        "mean of 3: 2",
-        "mean of 3: 3",
-        "mean of 3: 8",
-        "mean of 3: 10",
-    ):  # of each prompt, each time
-        assert told in words
-    assert "tokens4→24" in words
-    assert "brevity –" in page.text
+    found = runs.completions(run)
+    assert (found["updates"], found["same_prompts"], found["group"]) == ([0, 20], True, 3)
+    for side, i, means in zip(found["sides"], (1, 0), ([3, 10], [2, 8]), strict=True):
+        assert (side["prompt"], side["means"]) == (f"asked {i}", means)
+        assert side["before"]["text"] == f"answer {i} of 0, 1"  # the middle one of three
+        assert side["after"]["text"] == f"answer {i} of 20, 1"
+    means = {row["name"]: (row["before"], row["after"]) for row in found["means"]}
+    # Of 1, 2, 3, 2, 3, 4 and of 7, 8, 9, 9, 10, 11.
+    assert means == {"reward": (2.5, 9), "model": (1.5, 8), "brevity": (0.5, 0.5), "tokens": (4, 24)}
 
 
-def test_fixed_prompts_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    page = runs.page(evaluated(tmp_path / "first", {0: [1.0]}))
-    assert "Update 0, the only one that was stored." in page.text
-    assert "before and after" not in page.text.partition("asked 0")[0].rpartition("Completions")[2]
+def test_equal_completions_of_a_prompt_are_counted(tmp_path: Path) -> None:
+    """Of a run that has just begun, here."""
+    run = runs.make_policy_run(tmp_path / "first")
+    rows = [{"prompt": "asked", "completion": "x" if i else "y", "reward": float(i)} for i in range(8)]
+    write(run / "policy/samples/evaluation-000000.jsonl", rows)
+    found = runs.completions(run)
+    assert found["updates"] == [0, 0]
+    assert found["sides"][0]["after"] is None
+    assert found["sides"][0]["before"]["copies"] == 7
 
 
 @pytest.mark.parametrize(("steps", "others"), [(700, 2), pytest.param(10_000, 30, marks=pytest.mark.long)])
@@ -155,42 +144,50 @@ def test_many_steps_stay_small_and_keep_their_extremes(tmp_path: Path, steps: in
     write(run / "policy/metrics.jsonl", rows)
     page = runs.page(run)
     assert len(page.html.encode()) < 2_000_000
-    assert f"Up to {steps:,} values per curve were logged" in page.text
-    chart = next(
-        c for id, c in page.charts().items() if '"kl"' in json.dumps(c) or "KL to" in label(page, id)
-    )
-    drawn = np.concatenate([array for name, array in runs.arrays(chart["item"]) if name == "y"])
-    assert drawn.max() == 100.0
-    assert drawn.min() == -50.0
+    assert page.stages["policy"]["rows_logged"] == steps
+    drawn = [row["kl"] for row in page.answers["policy/metrics"]["rows"]]
+    assert (max(drawn), min(drawn)) == (100.0, -50.0)
 
 
-def label(page: Any, id: str) -> str:
-    return next(a["aria-label"] for a in page.of("figure") if a["id"] == id)
+def test_long_texts_are_cut_and_groups_that_do_not_fit_are_counted(tmp_path: Path) -> None:
+    """Those whose rewards differ most are kept, in the order in which they were sampled."""
+    run = runs.make_policy_run(tmp_path / "first")
+    rows = [
+        {"prompt": f"{i // 2}", "completion": f"{i % 7}" * 9000, "reward": float((i % 2) * (i // 2 % 40))}
+        for i in range(160)
+    ]
+    config = json.loads((run / "policy/stage.json").read_text())
+    config["config"]["num_generations"] = 2
+    (run / "policy/stage.json").write_text(json.dumps(config))
+    write(run / "policy/samples/update-000000.jsonl", rows)
+    found = runs.page(run).answers["policy/rollouts?update=1"]
+    kept = [group["spread"] for group in found["groups"]]
+    assert 20 < len(kept) < 60
+    assert found["left_out"] == found["total"] - len(kept)
+    assert found["groups"][0]["completions"][0]["text"].endswith("… (9,000 characters)")
+    indices = [group["completions"][0]["index"] for group in found["groups"]]
+    assert indices == sorted(indices)
+    assert min(kept) >= sorted(abs(i % 40) / 2 for i in range(80))[-len(kept)]
 
 
 def test_compare(tmp_path: Path) -> None:
     both = [make_run(tmp_path / "a/run", rate=1e-4), make_run(tmp_path / "b/run", rate=3e-4, offset=1.0)]
     path = reporting.compare(both, tmp_path / "both.html")
-    page = runs.Page(path.read_text(encoding="utf-8"))
-    assert "a/run" in page.text
-    assert "b/run" in page.text
-    assert "learning_rate" in page.text
-    assert re.search(r"learning_rate\s*0.0001\s*0.0003", page.text)
-    charts = page.charts()
-    assert all(len(chart["colours"]) == 2 for chart in charts.values())
-    assert set(charts) == {a["id"] for a in page.of("figure")}
-    assert any("a/run: " in label(page, id) and "b/run: " in label(page, id) for id in charts)
-    assert path.stat().st_size < 2_000_000
+    (compared,) = (v for route, v in runs.Report(path).all.items() if route.startswith("api/compare?"))
+    assert [run["name"] for run in compared["runs"]] == ["a/run", "b/run"]
+    rm, policy = compared["stages"]
+    assert {"name": "learning_rate", "values": ["0.0001", "0.0003"]} in policy["differences"]
+    assert {"name": "eval_loss", "values": [0.25, 0.25]} in rm["last"]
+    assert set(policy["metrics"]) >= {"reward", "rewards/model/mean", "kl"}
 
 
 def test_compare_takes_runs_of_different_stages(tmp_path: Path) -> None:
     both = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
     shutil.rmtree(both[1] / "policy")
-    page = runs.Page(reporting.compare(both, tmp_path / "c.html").read_text(encoding="utf-8"))
-    assert "policy" in page.text
-    twice = runs.Page(reporting.compare([both[0]] * 2, tmp_path / "c.html").read_text(encoding="utf-8"))
-    assert "a (1)" in twice.text
-    assert "a (2)" in twice.text
+    found = runs.Report(reporting.compare(both, tmp_path / "c.html"))
+    assert "policy" in found.text
+    twice = runs.Report(reporting.compare([both[0]] * 2, tmp_path / "c.html"))
+    assert {"a (1)", "a (2)"} <= set(runs.texts(twice.all))
 
 
 def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,49 +203,31 @@ def test_the_commands(tmp_path: Path, rlhf: Any, monkeypatch: pytest.MonkeyPatch
     assert Path("compare.html").is_file()
 
 
-def policy_charts(page: Any) -> dict[str, str]:
-    """Return {label of a chart of the policy's stage: its legend and values, as read aloud}."""
-    labels = [a["aria-label"] for a in page.of("figure") if a["id"].startswith("stage-policy")]
-    return {text.partition(". ")[0]: text.partition(". ")[2] for text in labels}
-
-
-def test_what_is_equal_is_one_curve_and_what_is_always_0_has_none(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
-    shutil.rmtree(run / "rm")
-    rows = [json.loads(line) for line in (run / "policy/metrics.jsonl").read_text().splitlines()]
-    for row in rows:
-        row |= {"clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0, "memory/peak_rss_bytes": 6.5e9}
-    rows[-1] |= {"eval_reward": 1.25}
-    write(run / "policy/metrics.jsonl", rows)
-    page = runs.page(run)
-    found = policy_charts(page)
-    assert found["Reward, mean of completions"].startswith("reward = rewards/model/mean: ")
-    assert found["Reward, mean of completions"].endswith("; eval_reward: 1.25 at update 20")
-    assert found["Memory, GB"] == "memory/peak_rss_bytes: 6.5 at update 1, 6.5 at update 20"
-    assert "Share of tokens clipped" not in found
-    words = " ".join(page.text.split())
-    assert "Always 0, and not drawn: clip_ratio/high_mean, clip_ratio/low_mean." in words
-    assert "memory/peak_rss_bytes6.50 GB" in words
-    assert "e+09" not in words
-    assert words.count("rewards/model/mean") == 2  # the legend, and the table of all metrics
+def test_a_link_that_leaves_the_run_is_not_followed(tmp_path: Path) -> None:
+    run = runs.make_policy_run(tmp_path / "one")
+    (run / "policy/samples/update-000020.jsonl").symlink_to("/etc/passwd")
+    with pytest.raises(InputError, match="link that leaves"):
+        reporting.report(run)
 
 
 def test_histograms_need_values(tmp_path: Path) -> None:
     run = runs.make_policy_run(tmp_path / "first")
-    assert not [title for title in policy_charts(runs.page(run)) if title.endswith("before and after")]
+
+    def histograms() -> list[Any]:
+        return [chart for chart in runs.results(run)["charts"] if chart.get("bars")]
+
+    assert not histograms()
     for step in (0, 19):
         rows = [{"prompt": str(i), "completion": "x", "reward": float(i % 3), "length": i} for i in range(64)]
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    assert len([title for title in policy_charts(runs.page(run)) if title.endswith("before and after")]) == 2
+    reward, _ = histograms()
+    assert [line["x"] for line in reward["lines"]] == [[0, 1, 2]] * 2
+    assert reward["lines"][1]["y"] == pytest.approx([100 * 22 / 64, 100 * 21 / 64, 100 * 21 / 64])
 
 
-def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judges(tmp_path: Path) -> None:
+def test_the_first_sentence_judges_by_all_prompts(tmp_path: Path) -> None:
     run = evaluated(tmp_path / "first", {0: (3.0, 2.0), 20: (2.0, 2.0)})
-    page = runs.page(run)
-    assert page.text.count("▼ lower") == 1  # of the first prompt
-    assert "▲ higher" not in page.text
-    assert "mean of these 2 prompts" in page.text
-    assert not [a for _, a in page.elements if a.get("class") in ("good", "bad")]
+    assert [side["means"] for side in runs.completions(run)["sides"]] == [[3, 2], [2, 2]]
     # 48 prompts, of which the two that are shown became worse, and most others better.
     after = [2.0, 2.0, *[4.0] * 46]
     for step, rewards in ((0, [3.0, 2.0, *[3.0] * 46]), (20, after)):
@@ -259,8 +238,6 @@ def test_a_prompt_whose_reward_fell_is_marked_and_the_first_sentence_alone_judge
         "The mean reward of 48 training prompts was 2.979 before training and 3.917 after update 20" in words
     )
     assert words.count("an improvement") == 1
-    assert "better" not in words
-    assert "worse" not in words
 
 
 def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
@@ -270,11 +247,10 @@ def test_what_is_said_is_said_of_the_trained_model(tmp_path: Path) -> None:
         write(run / f"policy/samples/evaluation-{step:06d}.jsonl", answers(step, (reward, reward)))
         write(run / f"policy/evaluations/{step:06d}.json", [{"step": step, "prompt_rewards": [reward] * 5}])
     write(run / "policy/best.json", [{"model": 10}])
-    words = runs.words(run)
-    assert "was 1 before training and 3 after update 10" in words
-    assert "at update 0 and at update 10" in words
-    assert "answer 0 of 10, 0" in words
-    assert "answer 0 of 20" not in words
+    assert "was 1 before training and 3 after update 10" in runs.words(run)
+    found = runs.completions(run)
+    assert found["updates"] == [0, 10]
+    assert found["sides"][0]["after"]["text"] == "answer 0 of 10, 0"
 
 
 def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
@@ -282,70 +258,27 @@ def test_percentiles_are_at_the_updates_of_metrics(tmp_path: Path) -> None:
     for step in range(3):
         rows = [{"prompt": "p", "completion": "x", "reward": float(step), "length": 2}] * 4
         write(run / f"policy/samples/update-{step:06d}.jsonl", rows)
-    stage = runs.stages(run)["policy"]
-    _, _, spreads = samples.completions(stage, [])
+    _, spreads = samples.completions(runs.stages(run)["policy"])
     assert spreads[0].updates.tolist()[:3] == [1, 2, 3]
     assert spreads[0].percentiles[:3, 2].tolist() == [0, 1, 2]
-    band, line = (
-        charts.band("b", "", spreads[0]),
-        charts.lines("l", "", [charts.Line("reward", stage.metrics["reward"], 0)], 9),
-    )
-    assert all('"start":0' in json.dumps(each.item, separators=(",", ":")) for each in (band, line))
+    band = runs.results(run)["charts"][0]
+    assert band["title"] == "Reward of completions: percentiles"
+    assert band["lines"][2] | {"x": [], "y": []} == {
+        "name": "median",
+        "x": [],
+        "y": [],
+        "colour": 0,
+        "dashed": False,
+    }
 
 
 def test_a_row_stands_with_its_columns_and_without_its_role_as_text(tmp_path: Path) -> None:
-    """Control characters, and marks that reorder text, are escapes."""
     run = runs.make_policy_run(tmp_path / "first")
-    columns = {"answer": 42, "note\x9b": f"see {runs.EVIL}", "name": "gnp\u202e.exe", "long": "x" * 1000}
-    for step in (0, 20):
-        said = [{"role": "assistant", "content": f"\x1b[31msaid at {step}"}]
-        row = {"prompt": "asked", "completion": said, "columns": columns, "reward": 3.0}
-        write(run / f"policy/samples/evaluation-{step:06d}.jsonl", [{**row, "rewards": {"model": 3.0}}])
-    page = runs.page(run)
-    shown = f"answer 42 note\\x9b see {runs.EVIL} name gnp\\u202e.exe long {'x' * 300}… (1,000 characters)"
-    assert page.text.count(shown) == 1
-    assert page.of("img") == []
-    assert not set("\x1b\x9b\u202e") & set(page.html)
-    assert "\\x1b[31msaid at 20" in page.text
-    assert "assistant:" not in page.text
-    assert "Bold: the reward." in page.text
-    assert "model 3" not in page.text
-
-
-def test_the_newest_rollout_shows_what_was_made_more_and_less_likely(tmp_path: Path) -> None:
-    run = runs.make_policy_run(tmp_path / "first")
-    rows = [
-        {
-            "prompt": f"prompt {p}",
-            "completion": f"said {p} {i} {runs.EVIL}",
-            "reward": 1.0,
-            "advantage": p * (i - 4.5),
-        }
-        for p in range(5)
-        for i in range(10)
-    ]
-    write(run / "policy/samples/update-000019.jsonl", rows)
-    page = runs.page(run)
-    words = " ".join(page.text.split()).partition("What was trained on")[2]
-    assert "the rollout before update 20" in words
-    assert [p for p in range(5) if f"prompt {p}" in words] == [2, 3, 4]  # the groups that differ most
-    assert (
-        words.index("said 4 9") < words.index("said 4 8") < words.index("said 4 3") < words.index("said 4 0")
-    )
-    assert "said 4 2" not in words
-    assert "and 2 more" in words
-    assert "advantage 18" in words
-    assert "advantage -18" in words
-    assert page.of("img") == []
-
-
-def test_pairs_stand_under_the_name_of_their_row(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "first")
-    shutil.rmtree(run / "policy")
-    pair = {"prompt": "<|im_start|>user\nHi", "chosen": "good", "rejected": "bad"}
-    scores = {"chosen_score": 1.5, "rejected_score": -0.5, "row": "/far/away/pairs.jsonl row 7"}
-    write(run / "rm/samples/evaluation-000020.jsonl", [{**pair, **scores}])
-    page = runs.page(run)
-    assert "pairs.jsonl row 7" in page.text
-    assert "/far/away" not in page.text
-    assert "both begin, as the model reads them<|im_start|>user\nHi" in page.text
+    columns = {"answer": 42, "note": f"see {runs.EVIL}", "long": "x" * 1000}
+    said = [{"role": "assistant", "content": "said"}]
+    row = {"prompt": "asked", "completion": said, "columns": columns, "reward": 3.0}
+    write(run / "policy/samples/evaluation-000000.jsonl", [row])
+    (side,) = runs.completions(run)["sides"]
+    assert side["before"]["text"] == "said"
+    long = f"{'x' * 300}… (1,000 characters)"
+    assert side["columns"] == {"answer": "42", "note": f"see {runs.EVIL}", "long": long}

@@ -57,7 +57,7 @@ def test_few_prompts_and_no_change_have_no_interval(tmp_path: Path) -> None:
     run = runs.make_policy_run(tmp_path / "run")
     previews(run, [1.0, None, 2.0], [2.0, 1.0, 2.0])
     told = runs.words(run)
-    assert "2 training prompts" in told
+    assert "2 of 3 training prompts" in told
     assert "So few prompts say nothing about others." in told
     previews(run, [1.0] * 8, [1.0] * 8)
     told = runs.words(run)
@@ -75,11 +75,53 @@ def test_an_evaluation_before_training_counts_all_its_prompts(tmp_path: Path) ->
         path = run / f"policy/evaluations/{step:06d}.json"
         runs.write(path, [{"step": step, "prompt_rewards": rewards}])
     assert (
-        "The mean reward of 4 held-out prompts was 0.5 before training and 1 after update 20"
+        "The mean reward of 4 of 5 held-out prompts was 0.5 before training and 1 after update 20"
         in runs.words(run)
     )
+    (run / "policy/evaluations/000000.json").rename(run / "policy/evaluations/000010.json")
+    told = runs.words(run)
+    assert "was 0.5 after update 10 and 1 after update 20" in told
+    assert "For the 4 whose completions are kept it was 1 before training and 9 after update 20." in told
     runs.write(run / "policy/evaluations/000020.json", [{"step": 20, "prompt_rewards": "many"}])
     assert "policy/evaluations/000020.json is not readable" in runs.words(run)
+
+
+def test_the_losses_of_rows_have_an_interval(tmp_path: Path) -> None:
+    run = runs.make_policy_run(tmp_path / "run")
+    shutil.rmtree(run / "policy/samples")
+    before, after = np.arange(1.0, 7), np.array([0.5, 1.2, 3.5, 3, 4, 5])
+    for step, losses in ((10, before), (20, after)):
+        rows = [{"row": i + 1, "loss": loss} for i, loss in enumerate(losses)]
+        content = {"step": step, "rows": rows, "metrics": {"eval_loss": losses.mean()}}
+        runs.write(run / f"policy/evaluations/{step:06d}.json", [content])
+    runs.write(run / "policy/metrics.jsonl", [{"step": i, "eval_loss": 1.0} for i in (10, 20)])
+    half = t.ppf(0.975, 5) * np.std(after - before, ddof=1) / np.sqrt(6)
+    mean = (after - before).mean()
+    told = runs.words(run)
+    assert f"It fell for 5 of 6 held-out rows: a change of {mean:+.3g} in the mean over rows" in told
+    interval = told.partition("over rows (95 % interval: ")[2].partition(")")[0].split(" to ")
+    bounds = [float(bound) for bound in interval]
+    np.testing.assert_allclose(bounds, [mean - half, mean + half], rtol=0.01, atol=0.005)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "row", "said"),
+    [
+        ({"eval_rewards/accuracies": 0.75}, {"chosen": 1.0, "rejected": 0.0}, "in 75.0% of 8 held-out pairs"),
+        ({"eval_rewards/chosen": 0.5, "eval_loss": 0.4}, {"reward": 0.5}, "The held-out loss was 0.4"),
+    ],
+)
+def test_implicit_rewards_are_no_rewards_of_prompts(
+    tmp_path: Path, metrics: dict[str, float], row: dict[str, float], said: str
+) -> None:
+    """DPO's make an accuracy; those of KTO, whose bad replies are to fall, are left out."""
+    run = runs.make_policy_run(tmp_path / "run")
+    shutil.rmtree(run / "policy/samples")
+    content = {"step": 20, "rows": [{"row": i + 1, **row} for i in range(8)], "metrics": metrics}
+    for step in (10, 20):
+        runs.write(run / f"policy/evaluations/{step:06d}.json", [content])
+    runs.write(run / "policy/metrics.jsonl", [{"step": 20, **metrics}])
+    assert said in runs.words(run)
 
 
 def test_an_accuracy_has_an_interval(tmp_path: Path) -> None:
@@ -123,11 +165,15 @@ def test_the_numbers_are_those_of_the_model_that_was_saved(tmp_path: Path) -> No
         "The held-out loss was 0.7 after update 0 and 0.5 after update 10, whose model was saved instead"
         in told
     )
-    assert "the model of update 10 was saved" in told
-    table = told.partition("saved, update 10")[2].partition("rm reward")[0]
-    assert "0.5" in table
-    assert "1.625" not in table
-    compared = runs.Page(reporting.compare([run, run], tmp_path / "both.html").read_text(encoding="utf-8"))
-    assert "loss0.60.6eval_loss0.50.5" in compared.text.replace(" ", "").replace("\n", "")
+    page = runs.page(run)
+    assert page.stages["rm"]["saved"] == 10
+    numbers = {row["name"]: row["saved"] for row in page.answers["rm/results"]["metrics"]}
+    assert numbers == {"loss": 0.6, "eval_loss": 0.5}
+    compared = runs.Report(reporting.compare([run, run], tmp_path / "both.html")).all
+    (found,) = (answer["stages"][0] for route, answer in compared.items() if "compare" in route)
+    assert (found["saved"], {row["name"]: row["values"] for row in found["last"]}) == (
+        [10, 10],
+        {"loss": [0.6, 0.6], "eval_loss": [0.5, 0.5]},
+    )
     (run / "rm/best.json").write_text(json.dumps(best | {"model": 0, "step": 0}))
     assert "The held-out loss was 0.7 after update 0, whose model was saved" in runs.words(run)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import random
 import shutil
+import tempfile
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from rlhf_core import InputError, RewardInputs
 from rlhf_core.rollouts import Rollout
 from rlhf_core.rollouts.journal import Journal, JournalEntry
 from rlhf_core.sampling import Rollouts
+from tests.shared.page_requests import ALLOWED, requests
 from tests.shared.report_runs import EVIL, make_run, write
 
 ADDRESS = "http://127.0.0.1:8080"
-ALLOWED = {200, 304, 400, 401, 404, 405, 413, 431}
 PROMPTS, GROUP, LONGEST = 3, 4, 7
 
 
@@ -200,6 +201,8 @@ def test_states_of_runs(run: Path) -> None:
     assert (entry["state"], entry["error"]) == ("failed", EVIL)
     shutil.rmtree(run)
     assert page.runs() == {}
+    run.parent.rename(run.parent.with_name("elsewhere"))
+    assert page("runs") == {"runs": [], "problems": [f"{run.parent}: is not there yet, or not any more"]}
 
 
 def test_a_run_grows_while_it_is_watched(run: Path) -> None:
@@ -208,7 +211,7 @@ def test_a_run_grows_while_it_is_watched(run: Path) -> None:
     stages = {stage["name"]: stage for stage in page(f"runs/{id}")["stages"]}
     assert stages["policy"]["update"] == 20
     assert stages["policy"]["rollouts"] == [1, 2, 3]
-    assert "75" in stages["rm"]["verdict"][0] or "87.5%" in stages["rm"]["verdict"][0]
+    assert "87.5% of 4 held-out pairs" in stages["rm"]["verdict"][0]["text"]
     with (run / "policy/metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "time": 1.9e9, "reward": 0.1, "new": 3}\n')
     journal(run / "policy", rollout(3))
@@ -363,6 +366,52 @@ def test_links_that_leave_a_run_are_not_followed(run: Path, tmp_path: Path, link
     assert "link" in Page(run.parent).runs()["first"]["error"]
 
 
+@contextmanager
+def nobody() -> Iterator[None]:
+    """Be a user who may read only what everyone may."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "closed", ["", "locked", "locked/policy", "locked/policy/journal", "locked/events.jsonl"]
+)
+def test_what_may_not_be_read_is_said_and_the_rest_is_shown(made: Path, closed: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        for name in ("first", "runs/locked"):
+            shutil.copytree(made, Path(folder) / name, symlinks=True)
+        for path in Path(folder).rglob("*"):
+            os.chown(path, *((65534, 65534) if os.geteuid() == 0 else (-1, -1)))
+        place = Path(folder) / "runs" / closed
+        page = Page(Path(folder))
+        ids = {name: run["id"] for name, run in page.runs().items()}
+        routes = ("/policy/metrics", "/policy/rollouts?update=1", "/policy/rollouts?search=reply")
+        for route in routes:  # what they import may not be read by everyone
+            page(f"runs/{ids['first']}{route}")
+        os.chmod(place, 0)
+        with nobody():
+            answer = page("runs")
+            runs = {run["name"]: run for run in answer["runs"]}
+            assert (runs["first"]["state"], runs["first"]["error"]) == ("finished", None)
+            assert page(f"runs/{ids['first']}/policy/rollouts?update=1")["total"] == PROMPTS
+            for route in routes:
+                assert page.client.get(f"/api/runs/{ids['locked']}{route}").status_code in (200, 404)
+            if "locked" in runs:
+                shown = page.client.get(f"/api/runs/{ids['locked']}").json()
+                said = [runs["locked"]["error"], *shown.get("problems", []), str(shown.get("error"))]
+            else:
+                said = answer["problems"]
+            assert any("ermission denied" in str(each) for each in said), said
+        os.chmod(place, 0o755)
+
+
 def test_secrets_stay_hidden(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     (run / "pipeline.resolved.toml").write_text('dir = "x"\ntoken = "hf_0123456789abcdef"\n')
@@ -459,7 +508,7 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
     values = np.array([0.1, 0.7, np.nan], np.float32)
     np.savez(stage / "rows/000004.npz", row=np.array([3, 1, 5]), value=values)
     for update, change in ((10, 0.0), (20, 1.0)):
-        rows = [{"row": i + 1, "chosen": 0.5 + i * change, "rejected": None} for i in range(3)]
+        rows = [{"row": i + 1, "chosen": 0.5 + i * change, "rejected": 2 * i * change} for i in range(3)]
         (stage / f"evaluations/{update:06d}.json").write_text(
             json.dumps({"rows": rows, "metrics": {"eval_loss": 1.0}})
         )
@@ -477,8 +526,110 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
     assert rows[0]["text"].startswith("prompt: question 0\nchosen: </script>")
     page(f"{address}/rows?update=5", 404)
     found = page(f"{address}/evaluations/20")
-    assert (found["before"], [row["change"] for row in found["rows"]]) == (10, [0.0, 1.0, 2.0])
+    assert (found["before"], found["of"], found["falls"]) == (10, "margin", False)
+    assert [row["change"] for row in found["rows"]] == [0.0, -1.0, -2.0]
     assert page(f"{address}/evaluations")["evaluations"][0]["metrics"] == {"eval_loss": 1.0}
+
+
+UPDATES = np.arange(40)
+LATE = UPDATES >= 20
+NOISE = np.tile([0.1, -0.1], 20)
+FLAT = {"reward": 1 + NOISE, "entropy": 1 + NOISE, "kl": UPDATES / 400, "loss": NOISE}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (FLAT, None),
+        (
+            FLAT | {"reward": 1 + NOISE + UPDATES / 40, "entropy": 0.9**UPDATES},
+            None,
+        ),  # it has learnt its task
+        (FLAT | {"reward": 1 + NOISE - UPDATES / 40}, "The reward fell from 0.8875 in the first quarter"),
+        (FLAT | {"entropy": 0.9**UPDATES}, "collapsed: its entropy went from 1 nats per token to 0.02"),
+        (FLAT | {"kl": UPDATES / 20}, "1.725 nats per token away from the reference, and no better for it."),
+        ({"loss": 1 + NOISE + UPDATES / 40}, "The training loss rose from 1.113 to 1.863"),
+        ({"loss": 1 + NOISE + 4 * (abs(UPDATES - 5) < 3)}, "leapt from 1.1 to 5.03"),
+        ({"loss": 2 - UPDATES / 40}, None),
+        (
+            {"loss": 2 - UPDATES / 40, "eval_loss": 1 + abs(UPDATES - 20) / 20},
+            "It overfits: the held-out loss",
+        ),
+        (
+            FLAT | {"reward": 1 + UPDATES / 40, "completions/mean_length": 10.0 + UPDATES},
+            "while completions went from 14.5 to 44.5 tokens: see whether it pays",
+        ),
+        (
+            FLAT | {"reward": 1 + UPDATES / 40, "kl": UPDATES**2 / 2000},
+            "while the KL to the reference ran away",
+        ),
+        (FLAT | {"frac_reward_zero_std": LATE * 0.9}, "In 90% of the last groups all rewards are equal"),
+        (FLAT | {"rewards/r/unscored": (UPDATES == 7) * 0.4}, "without a score, 40.0% of those of update 8"),
+        (FLAT | {"rewards/r/failed": (UPDATES < 3) * 2.0}, "Calls of reward r failed in 3 updates"),
+        (FLAT | {"grad_norm": np.where(LATE, np.nan, 1)}, "20 logged values of grad_norm were not finite."),
+        (FLAT | {"sampling/surprisal_evidence": LATE * 12.0}, "the evidence against it is 10^12"),
+    ],
+)
+def test_what_went_wrong_is_said_and_nothing_where_all_is_well(
+    run: Path, metrics: dict[str, Any], said: str | None
+) -> None:
+    """Of a run, with a link to where it shows; and in the list, from the ends of its files."""
+    rows = [
+        {"step": i + 1, "time": 1.0} | {name: float(values[i]) for name, values in metrics.items()}
+        for i in range(40)
+    ]
+    write(run / "policy/metrics.jsonl", [{n: None if v != v else v for n, v in row.items()} for row in rows])
+    page = Page(run)
+    alarm = page.runs()["first"]["alarm"]
+    found = page(f"runs/{page.id('first')}")["stages"][1]["verdict"]
+    warned = [each for each in found if each["tone"] == "warning"]
+    if said is None:
+        assert (warned, alarm) == ([], None)
+        return
+    assert said in warned[0]["text"]
+    assert alarm == warned[0]["text"]
+    assert warned[0]["see"] or "grad_norm" in metrics
+
+
+def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
+    """That rewards follow length, what prompts without a score have in common, that the training data have others."""
+    rollouts = [rollout(number) for number in range(9)]
+    for each in rollouts:
+        rows = each.prompts.repeat(GROUP)
+        assert each.inputs is not None
+        each.total[:] = np.where(rows % 3 == 0, np.nan, each.samples.lengths)
+        each.inputs.prompts[:] = [f"a {'green' if row % 3 else 'red'} thing {row}" for row in rows]
+    journal(run / "policy", *rollouts)
+    data = [tmp_path / f"{name}.jsonl" for name in ("train", "held_out")]
+    for path, first in zip(data, (0, 6), strict=True):
+        write(path, [{"prompt": f"question {i}"} for i in range(first, first + 10)])
+    spec = json.loads((run / "policy/stage.json").read_text())
+    spec["config"] |= {"train_data": str(data[0]), "eval_data": {"few": str(data[1])}}
+    (run / "policy/stage.json").write_text(json.dumps(spec))
+    rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(9)]
+    write(run / "policy/metrics.jsonl", rows)
+    (run / "audit.json").write_text('{"stages": {"policy": [{"name": "x", "verdict": "pass"}, 3], "rm": 4}}')
+    page = Page(run)
+    id = page.id("first")
+    found = {each["text"]: each["see"] for each in page(f"runs/{id}")["stages"][1]["verdict"]}
+    said = " ".join(found)
+    assert "By rlhf audit, all of the 1 promises that it could check hold." in said
+    assert "4 of 10 held-out prompts are in the training data, too" in said
+    assert "Longer completions have the higher rewards" in said
+    assert "length explains 100% of the differences" in said
+    assert "left without a score all have “red”" in said
+    see = next(see for text, see in found.items() if "“red”" in text)
+    shown = page(f"runs/{id}/policy/rollouts?update=1&where=judge&without=1")
+    assert see["query"] == {"where": "judge", "without": "1"}
+    assert [group["row"] for group in shown["groups"]] == [0]
+    checks = [{"name": "rewards", "verdict": "FAIL", "why": "0.5 apart"}, {"name": "x", "verdict": "pass"}]
+    (run / "audit.json").write_text(json.dumps({"stages": {"policy": checks}}))
+    os.utime(run / "audit.json", (1, 1))
+    found = page(f"runs/{id}")["stages"][1]["verdict"]
+    assert (
+        "By rlhf audit, before its last updates, 1 of 2 promises do not hold. rewards: 0.5 apart"
+        in found[0]["text"]
+    )
 
 
 def test_the_table_of_a_terminal(run: Path) -> None:
@@ -490,106 +641,6 @@ def test_the_table_of_a_terminal(run: Path) -> None:
     assert "reward" in text
     assert spark({"values": [0.0, 1.0, 0.5]}) == "▁█▅"
     assert spark(None) == ""
-
-
-PARTS = (
-    "api",
-    "runs",
-    "compare",
-    "key",
-    "static",
-    "policy",
-    "rm",
-    "rollouts",
-    "rows",
-    "metrics",
-    "evaluations",
-    "events",
-    "completions",
-    "main.js",
-    "..",
-    "%2e%2e",
-    "%00",
-    "%ff",
-    "0",
-    "-1",
-    "1" * 30,
-    "é",
-    "",
-    "a" * 3000,
-)
-NAMES = (
-    "update",
-    "sort",
-    "search",
-    "least",
-    "most",
-    "where",
-    "finish",
-    "offset",
-    "limit",
-    "after",
-    "names",
-    "runs",
-)
-VALUES = (
-    "1",
-    "2",
-    "-1",
-    "0",
-    "nan",
-    "inf",
-    "1e999",
-    "",
-    "reward",
-    "-reward",
-    "judge",
-    "%",
-    "%00",
-    "%ff",
-    "'",
-    '"',
-    "\ud800".encode("utf-8", "replace").decode(),
-    "9" * 20,
-    "a,b",
-    "٣",
-)
-METHODS = ("GET", "GET", "GET", "GET", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "BREW")
-
-
-def requests(seed: int, id: str) -> Iterator[tuple[str, str, dict[str, str], bytes]]:
-    """Yield methods, addresses, headers and bodies, most of which are nearly right."""
-    rng = random.Random(seed)
-    routes = [
-        "runs",
-        f"runs/{id}",
-        f"runs/{id}/events",
-        "compare",
-        "key",
-        *(
-            f"runs/{id}/policy/{each}"
-            for each in (
-                "metrics",
-                "rollouts",
-                "rows",
-                "evaluations",
-                "evaluations/1",
-                "rollouts/1/completions/1",
-            )
-        ),
-    ]
-    while True:
-        path = (
-            f"/api/{rng.choice(routes)}"
-            if rng.random() < 0.6
-            else "/" + "/".join(rng.choices(PARTS, k=rng.randint(0, 6)))
-        )
-        query = "&".join(f"{rng.choice(NAMES)}={rng.choice((*VALUES, id))}" for _ in range(rng.randint(0, 4)))
-        headers = {"If-None-Match": rng.choice(['"x"', "*", "W/", ","])} if rng.random() < 0.2 else {}
-        if rng.random() < 0.05:
-            headers["Host"] = rng.choice(["evil", "127.0.0.1:x", "[::1]"])
-        body = rng.choice([b"", b"{", b'{"key": 1}', b"x" * 5000]) if rng.random() < 0.3 else b""
-        yield rng.choice(METHODS), f"{path}?{query}" if query else path, headers, body
 
 
 def fuzz(run: Path, seed: int, count: int) -> None:

@@ -29,19 +29,18 @@ def test_weights_are_drawn_those_that_move_most(tmp_path: Path) -> None:
         for step in (10, 20)
     ]
     runs.write(run / "policy/weights.jsonl", [*rows, {"step": 30, "weights": {"x": {"norm": None}}}])
-    page = runs.page(run)
-    drawn = [id.rpartition("-")[2] for id in page.charts() if "-weights-" in id]
-    assert drawn[:2] == ["norm", "update_ratio"]  # zeros are all 0
-    most = len(drawn) - 2
-    assert 0 < most < len(names)
-    for text in (f"Norm of parameters ({most} of 20)", names[-1], "weights.jsonl: 1 row of another form"):
-        assert text in page.text
-    assert names[0] not in page.text
-    (chart,) = (each for id, each in page.charts().items() if id.endswith("-weights-0"))
-    first, last = (array for name, array in runs.arrays(chart["item"]) if name == "top")
-    counts = np.repeat([1, 2, 3, 2], 10) / 80  # in 40 bins from -20 to 20
-    np.testing.assert_allclose(last, counts, atol=1e-12)
-    np.testing.assert_allclose(first, [*[0] * 10, *2 * counts[::2], *[0] * 10], atol=1e-12)
+    found = runs.results(run)
+    charts = [chart for chart in found["charts"] if chart["group"] == "Weights"]
+    assert [chart["title"] for chart in charts[:2]] == [
+        "Norm of parameters (6 of 20)",
+        "Size of an update, relative to the parameters (6 of 20)",
+    ]
+    assert [chart["title"] for chart in charts[2:]] == [f"{name}, %" for name in names[:13:-1]]
+    assert found["problems"] == ["policy/weights.jsonl: 1 row of another form left out"]
+    first, last = (line["y"] for line in charts[2]["lines"])
+    counts = np.repeat([1, 2, 3, 2], 10) / 0.8  # per cent, in 40 bins from -20 to 20
+    np.testing.assert_allclose(last, counts, atol=1e-10)
+    np.testing.assert_allclose(first, [*[0] * 10, *2 * counts[::2], *[0] * 10], atol=1e-10)
 
 
 def test_previews_stand_before_and_after(tmp_path: Path) -> None:
@@ -49,8 +48,7 @@ def test_previews_stand_before_and_after(tmp_path: Path) -> None:
     for step in (0, 10, 20):
         rows = [{"prompt": "asked", "completion": f"written at {step}", "length": 3, "finished": True}]
         runs.write(run / f"policy/samples/preview-{step:06d}.jsonl", rows)
-    text = runs.page(run).text
-    assert "Previews, before and after" in text
-    assert "written at 0" in text
-    assert "written at 20" in text
-    assert "written at 10" not in text
+    found = runs.completions(run, "Previews")
+    assert found["updates"] == [0, 20]
+    (side,) = found["sides"]
+    assert [side[place]["text"] for place in ("before", "after")] == ["written at 0", "written at 20"]

@@ -33,6 +33,7 @@ log_steps = 1
 save_steps = 3
 eval_data = "texts.jsonl"
 evaluation_steps = 2
+previews = { prompts = ["a b"], every = 4, max_new_tokens = 4 }
 logger = ["tensorboard", { name = "trackio", project = "tried" }, { name = "mlflow", experiment = "tried" }, "wandb"]
 """
 KILL = """
@@ -47,14 +48,14 @@ def rlhf_step_end(stage, step):
 """
 
 
-def events(directory: Path) -> list[tuple[int, str, float]]:
-    """(step, metric, value) as TensorBoard shows them: the start of a session replaces what came after its step.
+def events(directory: Path) -> list[tuple[int, str, Any]]:
+    """(step, name, value or text) as TensorBoard shows them: a session replaces what came after its first step.
 
     An event is its length in 8 bytes, 4 of check sum, itself, and 4 more.
     """
     from tensorboardX.proto import event_pb2
 
-    found: list[tuple[int, str, float]] = []
+    found: list[tuple[int, str, Any]] = []
     for file in sorted(directory.iterdir()):
         content, at = file.read_bytes(), 0
         while at < len(content):
@@ -63,7 +64,9 @@ def events(directory: Path) -> list[tuple[int, str, float]]:
             at += size + 16
             if event.session_log.status == event_pb2.SessionLog.START:
                 found = [each for each in found if each[0] < event.step]
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            for value in event.summary.value:
+                texts = [text.decode() for text in value.tensor.string_val]
+                found.append((event.step, value.tag, texts[0] if texts else value.simple_value))
     return found
 
 
@@ -74,6 +77,9 @@ def test_tensorboard_files(tmp_path: Path) -> None:
         logger = TensorBoard()
         logger.rlhf_stage_start(stage, TrainerConfig())
         for step, value in values.items():
+            logger.rlhf_samples(
+                step, "update", [{"prompt": "a | b", "completion": f"*{step}*\nc", "reward": value}]
+            )
             logger.rlhf_step_end(step, {"loss": value, "rewards/length/mean": -1.0})
         logger.rlhf_stage_end(None)
     found = events(tmp_path / "tensorboard")
@@ -83,6 +89,11 @@ def test_tensorboard_files(tmp_path: Path) -> None:
         (4, "loss", 0.125),
     ]
     assert [step for step, name, _ in found if name == "rewards/length/mean"] == [1, 2, 3, 4]
+    tables = {step: text for step, name, text in found if name.startswith("samples/update")}
+    assert list(tables) == [1, 2, 3, 4]
+    head, line, row = tables[4].splitlines()
+    assert (head, line) == ("| step | prompt | completion | reward |", "| --- | --- | --- | --- |")
+    assert row == r"| 4 | a \| b | \*4\* ⏎ c | 0.125 |"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +147,12 @@ def test_a_killed_run_has_each_step_once_in_every_tracker(tmp_path: Path, tiny: 
         "mlflow": mlflow_losses(environment["MLFLOW_TRACKING_URI"]),
         "wandb": list(wandb_losses(tmp_path / "run/base/wandb")),
     }
+    (table, *_) = sorted((tmp_path / "mlflow").rglob("samples/preview-*.json"))
+    shown = json.loads(table.read_text())
+    assert (shown["columns"][:2], shown["data"][0][1]) == (["step", "prompt"], "a b")
+    texts = [value for _, name, value in events(tmp_path / "run/base/tensorboard") if "preview" in name]
+    assert texts
+    assert all("a b" in each for each in texts)
     for tracker, found in read.items():
         assert [step for step, _ in found] == list(losses), tracker
         assert dict(found) == pytest.approx(losses, rel=1e-6), tracker
@@ -145,7 +162,10 @@ def trackio_losses(place: Path, environment: dict[str, str]) -> list[tuple[int, 
     """Read in a process of its own: the package decides where its files are when it is imported."""
     code = (
         "import json; from trackio.sqlite_storage import SQLiteStorage\n"
-        "print(json.dumps([(row['step'], row['loss']) for row in SQLiteStorage.get_logs('tried', 'run/base')]))"
+        "rows = SQLiteStorage.get_logs('tried', 'run/base')\n"
+        "(table, *_) = [row['samples/preview'] for row in rows if 'samples/preview' in row]\n"
+        "assert table['_value'][0]['prompt'] == 'a b', table\n"
+        "print(json.dumps([(row['step'], row['loss']) for row in rows if 'loss' in row]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=place, env=environment, capture_output=True, text=True, check=True

@@ -300,7 +300,7 @@ def _lost(crash: Crash) -> str:
 
 def _continue(case: Case, trial: Trial, recording: Recording, at: int, model: str, directory: Path) -> None:
     """Go on from a state to the end, which must be that of the undisturbed run, and readable for a report."""
-    from rlhf_report.run_reader import read_run
+    from rlhf_report.watch.run_view import read_run
 
     disk = next(disk for i, _, disk in recording.disk() if i == at)
     crash = case.random.choice(list(crashes(model, disk, trial, case.name)))

@@ -13,6 +13,8 @@ export function place(row, axis, first) {
   return row.step;
 }
 
+const isOverUpdates = (axis) => ["update", "tokens", "time"].includes(axis);
+
 // Return the points of a metric: {x, y, steps, missing}. missing: the places of values that were not finite.
 export function points(rows, name, axis, unit = 1) {
   const made = { x: [], y: [], steps: [], missing: [] };
@@ -126,6 +128,22 @@ function path(x, y, toX, toY) {
     .join("");
 }
 
+// The bars of a histogram, as wide as its bins.
+function barsOf(line, { toX, toY }) {
+  const half = binOf(line) / 2;
+  return line.x.map((x, i) =>
+    svg("rect", {
+      class: `line column c${line.colour % COLOURS}`,
+      x: toX(x - half),
+      y: toY(line.y[i]),
+      width: toX(x + half) - toX(x - half),
+      height: toY(0) - toY(line.y[i]),
+    }),
+  );
+}
+
+const binOf = ({ x }) => (x.length > 1 ? x[1] - x[0] : 1);
+
 // A point of a line; null where it has no place, as 0 on a logarithmic axis.
 function dot(line, i, radius, { toX, toY }) {
   const top = toY(line.y[i]);
@@ -154,7 +172,7 @@ function within(line, smooth, { from = null, to = null }) {
 
 // A chart whose lines can change. lines: [{name, label?, points, colour, dashed}], see `points`.
 // settings: {axis, smooth (share), log, from, to (ends of the axis, null: all), events: [{x, text, kind}], open(step),
-// zoom(from, to)}.
+// zoom(from, to), bars (whether the lines are histograms)}. Another axis than those of `place` says what x is.
 export function makeChart(title, group, key) {
   const at = el("span", { class: "at", role: "status" });
   const legend = el("div", { class: "legend" });
@@ -178,11 +196,12 @@ export function makeChart(title, group, key) {
     const { smooth, log: isLog, axis } = settings;
     const drawn = lines.map((line) => within(line, smooth, settings));
     const [low, high] = range(
-      drawn.map(({ raw }) => ({ y: raw })),
+      drawn.map(({ raw }) => ({ y: settings.bars ? [0, ...raw] : raw })),
       isLog,
     );
-    const places = drawn.flatMap((line) => [line.x[0], line.x.at(-1), ...line.missing.map(({ x }) => x)]);
-    const known = places.filter((x) => x !== undefined);
+    const beside = settings.bars && drawn.length ? binOf(drawn[0]) / 2 : 0;
+    const ends = drawn.flatMap((line) => [line.x[0] - beside, line.x.at(-1) + beside]);
+    const known = [...ends, ...drawn.flatMap((line) => line.missing.map(({ x }) => x))].filter(Number.isFinite);
     const start = known.length ? Math.min(...known) : 0;
     const end = known.length ? Math.max(...known) : 1;
     const span = end - start || 1;
@@ -212,6 +231,7 @@ export function makeChart(title, group, key) {
       );
     const curves = drawn.map((line) => {
       const kind = `line c${line.colour % COLOURS}${line.dashed ? " dashed" : ""}`;
+      if (settings.bars) return barsOf(line, { toX, toY });
       if (line.x.length === 1) return dot(line, 0, 3.5, { toX, toY });
       const dots = line.x.length <= 12 ? line.x.map((_, i) => dot(line, i, 2.5, { toX, toY })) : [];
       const faint =
@@ -255,7 +275,7 @@ export function makeChart(title, group, key) {
         el("i", { class: `c${line.colour % COLOURS}` }),
         breakable(line.label ?? line.name),
         " ",
-        el("b", {}, i >= 0 ? number(line.y[i]) : "–"),
+        el("b", {}, i < 0 ? "–" : x === null && !isOverUpdates(settings.axis) ? "" : number(line.y[i])),
       );
     });
     legend.replaceChildren(...keys);
@@ -272,19 +292,22 @@ export function makeChart(title, group, key) {
       const i = nearest(line.steps, step);
       return line.steps[i] === step ? exact(line.raw[i]) : "";
     };
+    const hasUpdates = isOverUpdates(settings.axis);
     const rows = shown.map((step) => [
       settings.open
         ? el("button", { class: "link", type: "button", on: { click: () => settings.open(step) } }, step)
-        : step,
+        : hasUpdates
+          ? step
+          : number(step),
       ...drawn.map((line) => cell(line, step)),
     ]);
     const head = el(
       "tr",
       {},
-      el("th", { scope: "col" }, "update"),
+      el("th", { scope: "col" }, hasUpdates ? "update" : settings.axis),
       drawn.map((line) => el("th", { scope: "col" }, breakable(line.label ?? line.name))),
     );
-    const body = rows.reverse().map(([first, ...rest]) =>
+    const body = (hasUpdates ? rows.reverse() : rows).map(([first, ...rest]) =>
       el(
         "tr",
         {},
@@ -292,7 +315,7 @@ export function makeChart(title, group, key) {
         rest.map((value) => el("td", {}, value)),
       ),
     );
-    const note = every > 1 ? el("p", { class: "note" }, `One of ${every} updates; the curve has all.`) : null;
+    const note = every > 1 ? el("p", { class: "note" }, `One of ${every} points; the curve has all.`) : null;
     replace(
       values,
       el("summary", {}, "Table"),

@@ -75,9 +75,11 @@ function chosen(value, query) {
   const word = (query.search ?? "").toLowerCase();
   const field = (one) => one[query.where] ?? one.rewards?.[query.where] ?? null;
   const isBounded = query.least !== undefined || query.most !== undefined;
+  const isWithout = query.without === "1";
   const fits = (one) =>
     (!query.finish || one.finish === query.finish) &&
-    (!isBounded || (field(one) !== null && field(one) >= least && field(one) <= most)) &&
+    (!isWithout || field(one) === null) &&
+    (isWithout || !isBounded || (field(one) !== null && field(one) >= least && field(one) <= most)) &&
     one.text.toLowerCase().includes(word);
   const groups = value.groups
     .map((group) => ({ ...group, completions: group.completions.filter(fits) }))

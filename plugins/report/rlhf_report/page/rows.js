@@ -12,8 +12,8 @@ const SORTS = [
   ["row", "by row"],
 ];
 const CHANGES = [
-  ["-change", "rose most"],
-  ["change", "fell most"],
+  ["worst", "got worst"],
+  ["best", "got best"],
   ["row", "by row"],
 ];
 
@@ -53,12 +53,12 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
   const evaluations = all.evaluations ?? [];
   const metrics = Object.entries(evaluations.find((each) => each.update === update)?.metrics ?? {});
   const hasChange = answer.rows.some((row) => Number.isFinite(row.change));
-  const sort = query.sort ?? (hasChange ? "-change" : "row");
-  const shown = ordered(answer.rows, sort).filter((row) =>
+  const sort = query.sort ?? (hasChange ? "worst" : "row");
+  const shown = ordered(answer, sort).filter((row) =>
     (row.text ?? "").toLowerCase().includes((query.search ?? "").toLowerCase()),
   );
   const offset = Number(query.offset ?? 0);
-  const page = { rows: shown.slice(offset, offset + LIMIT), total: shown.length };
+  const page = { rows: shown.slice(offset, offset + LIMIT), total: shown.length, left_out: answer.left_out };
   const content = [
     el("h1", {}, `Evaluation at update ${number(update)}`),
     steps(stage.evaluations ?? [], update, (other) =>
@@ -81,7 +81,8 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
       ? el(
           "p",
           { class: "note" },
-          `A change is the value less that of the evaluation at update ${number(answer.before)}.`,
+          `A change is the ${answer.of} less that of the evaluation at update ${number(answer.before)}: ` +
+            `${answer.falls ? "a fall" : "a rise"} is better.`,
         )
       : null,
     count(page, query, "row"),
@@ -95,9 +96,10 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
   };
 }
 
-function ordered(rows, sort) {
+// Sort the rows of an evaluation; a loss is better where it falls, all else where it rises.
+function ordered({ rows, falls }, sort) {
   if (sort === "row") return rows;
-  const sign = sort.startsWith("-") ? -1 : 1;
+  const sign = (sort === "worst") === falls ? -1 : 1;
   return [...rows].sort((a, b) => sign * ((a.change ?? 0) - (b.change ?? 0)));
 }
 

@@ -2,7 +2,9 @@
 import { makeChart, nearest, place, points } from "./chart.js";
 import { makeCurves } from "./curves.js";
 import { get, isFrozen } from "./data.js";
+import { diagram } from "./diagram.js";
 import { breakable, chip, clock, el, moment, number, replace, table } from "./dom.js";
+import { results } from "./results.js";
 import { link, note } from "./route.js";
 import { progress } from "./runs.js";
 
@@ -35,25 +37,83 @@ export function makeRows(id, stage) {
   };
 }
 
+// A run, one stage of it; in a report all of them, one after the other, where none was chosen.
 export async function showRun([, id, wanted], query) {
   let run = await get("runs", id);
-  const stage = stageOf(run, wanted);
   const path = [[run.name ?? run.dir, link(["run", id])]];
-  if (!stage)
+  if (!run.stages.length)
     return { title: run.name, path, content: [heading(run), el("p", { class: "note" }, "No stage has begun yet.")] };
-  const { settings, controls } = makeCurves(query, () => redraw());
-  const listing = { all: query.all === "1", search: query.search ?? "" };
-  const source = makeRows(id, stage.name);
+  const isWhole = isFrozen() && !wanted;
+  const stages = isWhole ? run.stages : [stageOf(run, wanted)];
+  const { settings, controls } = makeCurves(query, () => views.forEach(({ redraw }) => redraw()));
+  const listing = { all: query.all ? query.all === "1" : isFrozen(), search: query.search ?? "" };
+  const views = stages.map(({ name }) =>
+    stageView(id, name, () => run, { settings, listing, front: isWhole ? `${name} ` : "" }),
+  );
   const top = el("div");
+  const below = el("div");
+
+  function drawWords() {
+    const shown = isWhole ? null : stages[0].name;
+    // The verdict comes first: of a single stage it is below the tabs, and the picture at the end.
+    replace(top, heading(run), isWhole ? [verdicts(run), picture(run)] : null, tabs(run, shown));
+    replace(below, isWhole ? null : picture(run), belowOf(run));
+    for (const view of views) view.drawWords();
+  }
+
+  async function refresh() {
+    const answer = await get("runs", id);
+    const before = run;
+    run = answer;
+    if (answer !== before) drawWords();
+    for (const view of views) await view.refresh(before);
+  }
+
+  const field = el("input", {
+    type: "search",
+    placeholder: "metrics (/)",
+    "aria-label": "Show the metrics with this in their names",
+    value: listing.search,
+    "data-key": "metrics",
+  });
+  field.addEventListener("input", async () => {
+    listing.search = field.value;
+    note({ search: field.value });
+    await Promise.all(views.map((view) => view.again()));
+  });
+  await Promise.all(views.map((view) => view.read()));
+  const tools = (openers) => el("div", { class: "tools" }, controls, field, openers);
+  const section = (view) => el("section", { class: "stage" }, view.title, view.words, view.openers, view.rest);
+  return {
+    title: isWhole ? run.name : `${run.name} · ${stages[0].name}`,
+    path: wanted ? [...path, [stages[0].name, ""]] : path,
+    content: isWhole
+      ? [top, tools(null), views.map(section), below]
+      : [top, views[0].words, tools(views[0].openers), views[0].rest, below],
+    refresh: isFrozen() ? null : refresh,
+    drawn() {
+      drawWords();
+      for (const view of views) view.layOut();
+    },
+  };
+}
+
+// A stage: its verdict, its curves and its results. run: returns what was read of the run last. front: of charts' keys.
+function stageView(id, name, run, { settings, listing, front }) {
+  const source = makeRows(id, name);
+  const title = el("h2");
+  const words = el("div");
   const openers = el("span", { class: "openers" });
   const board = el("div");
+  const outcome = el("div");
   const below = el("div");
   let charts = [];
+  let isAll = listing.all;
 
-  const now = () => stageOf(run, stage.name);
-  const names = () => (listing.all || listing.search ? null : keyCharts(now()).flatMap((kind) => kind.names));
+  const now = () => stageOf(run(), name);
+  const names = () => (isAll || listing.search ? null : keyCharts(now()).flatMap((kind) => kind.names));
   const sessions = () =>
-    (run.events ?? []).filter(({ stage: of, event }) => of === stage.name && event === "continued").length;
+    (run().events ?? []).filter(({ stage: of, event }) => of === name && event === "continued").length;
 
   // Return what opens the update nearest to a point of a curve, of those that were kept; null where none was.
   function opening() {
@@ -61,36 +121,37 @@ export async function showRun([, id, wanted], query) {
     const kept = rollouts.length ? rollouts : rows;
     const kind = rollouts.length ? "update" : "rows";
     const go = (step) => {
-      location.hash = link(["run", id, stage.name, kind, kept[nearest(kept, step)]]);
+      location.hash = link(["run", id, name, kind, kept[nearest(kept, step)]]);
     };
     return kept.length ? go : null;
   }
 
   function redraw() {
     const { rows } = source.log;
-    const shared = { ...settings, events: placed(run.events ?? [], stage.name, rows, settings.axis), open: opening() };
+    const shared = { ...settings, events: placed(run().events ?? [], name, rows, settings.axis), open: opening() };
     for (const { chart, kind } of charts)
       chart.draw(linesOf(kind, rows, settings.axis), { ...shared, log: settings.log || kind.log });
   }
 
-  // Lay the charts out: the trainer's few metrics, then the rest by group.
+  // Lay the charts out: the trainer's few metrics, then the rest.
   function layOut() {
     const few = keyCharts(now());
     const fits = ({ title, names: of }) =>
       `${title} ${of.join(" ")}`.toLowerCase().includes(listing.search.toLowerCase());
     const kinds = listing.search ? chartsOf(now()).filter(fits) : few;
     const rest =
-      listing.all && !listing.search
+      isAll && !listing.search
         ? chartsOf(now()).filter((kind) => !few.some(({ title }) => title === kind.title))
         : [];
     const make = (kind) => {
-      const made = { kind, chart: makeChart(kind.title, kind.group, kind.title) };
+      const made = { kind, chart: makeChart(kind.title, kind.group, `${front}${kind.title}`) };
       charts.push(made);
       return made.chart.element;
     };
     charts = [];
     const logged = now().rows_logged ?? 0;
-    const groups = [...new Set(rest.map(({ group }) => group))];
+    const zeros = rest.filter((kind) => isAlwaysZero(kind, source.log.rows));
+    const drawn = rest.filter((kind) => !zeros.includes(kind));
     const more = chartsOf(now()).length - few.length;
     const fold = el(
       "button",
@@ -98,10 +159,10 @@ export async function showRun([, id, wanted], query) {
         type: "button",
         class: "more",
         "data-key": "more",
-        "aria-expanded": String(listing.all),
-        on: { click: () => unfold(!listing.all) },
+        "aria-expanded": String(isAll),
+        on: { click: () => unfold(!isAll) },
       },
-      listing.all ? "Fold the rest" : `${more} more chart${more > 1 ? "s" : ""}`,
+      isAll ? "Fold the rest" : `${more} more chart${more > 1 ? "s" : ""}`,
     );
     replace(
       board,
@@ -117,72 +178,93 @@ export async function showRun([, id, wanted], query) {
           )
         : null,
       more > 0 && !listing.search ? fold : null,
-      groups.map((group) =>
-        el(
-          "section",
-          {},
-          el("h3", {}, group),
-          el("div", { class: "charts" }, rest.filter((kind) => kind.group === group).map(make)),
-        ),
-      ),
+      el("div", { class: "charts" }, drawn.map(make)),
+      zeros.length
+        ? el("p", { class: "note" }, "Always 0, and not drawn: ", zeros.flatMap((kind) => kind.names).join(", "), ".")
+        : null,
     );
     redraw();
   }
 
   async function unfold(all) {
-    listing.all = all;
-    note({ all: all ? 1 : null });
-    await source.grow(names(), sessions());
+    isAll = all;
+    note({ all: all ? 1 : 0 });
+    await again();
+  }
+
+  const read = () => source.grow(names(), sessions());
+
+  async function again() {
+    await read();
     layOut();
   }
 
   function drawWords() {
-    replace(top, heading(run), tabs(run, stage.name), verdict(now()));
-    replace(openers, opener(id, now()));
-    replace(below, belowOf(run, now()));
+    const stage = now();
+    replace(title, stage.name, " ", el("small", {}, stage.trainer), " ", chip(stage.state));
+    replace(words, verdict(id, stage));
+    replace(openers, opener(id, stage));
+    replace(below, stageBelow(run(), stage));
   }
 
-  async function refresh() {
-    const answer = await get("runs", id);
-    const before = JSON.stringify(chartsOf(now()));
-    const isOther = answer !== run;
-    run = answer;
-    if (isOther) drawWords();
-    if (!(await source.grow(names(), sessions())) && !isOther) return;
-    if (JSON.stringify(chartsOf(now())) === before) redraw();
+  // before: what was read of the run before.
+  async function refresh(before) {
+    const isOther = before !== run();
+    if (!(await read()) && !isOther) return;
+    if (JSON.stringify(chartsOf(now())) === JSON.stringify(chartsOf(stageOf(before, name)))) redraw();
     else layOut();
   }
 
-  const field = el("input", {
-    type: "search",
-    placeholder: "metrics (/)",
-    "aria-label": "Show the metrics with this in their names",
-    value: listing.search,
-    "data-key": "metrics",
-  });
-  field.addEventListener("input", async () => {
-    listing.search = field.value;
-    note({ search: field.value });
-    await source.grow(names(), sessions());
-    layOut();
-  });
-  const tools = el("div", { class: "tools" }, controls, field, openers);
+  async function fill() {
+    const made = results(await get("runs", id, name, "results"), now());
+    replace(outcome, made.content);
+    made.draw();
+  }
 
-  await source.grow(names(), sessions());
+  const fail = (error) => replace(outcome, el("p", { class: "message failed", role: "alert" }, error.message));
+
+  // The results are read from many files: in a report they are there, a live page reads them when they are unfolded.
+  const fold = el(
+    "details",
+    { "data-key": `results ${name}`, on: { toggle: () => fold.open && fill().catch(fail) } },
+    el("summary", {}, "Results: numbers, distributions, weights, completions before and after"),
+    outcome,
+  );
   return {
-    title: `${run.name} · ${stage.name}`,
-    path: wanted ? [...path, [stage.name, ""]] : path,
-    content: [top, tools, board, below],
-    refresh: isFrozen() ? null : refresh,
-    drawn() {
-      drawWords();
+    ...{ title, words, openers, read, again, redraw, refresh, drawWords },
+    rest: [board, isFrozen() ? outcome : fold, below],
+    layOut() {
       layOut();
+      if (isFrozen()) fill();
     },
   };
 }
 
+function isAlwaysZero(kind, rows) {
+  const values = kind.names.flatMap((name) => rows.map((row) => row[name] ?? (name in row ? NaN : 0)));
+  return values.every((value) => value === 0);
+}
+
+// The first sentence on each stage.
+function verdicts(run) {
+  const judged = run.stages.filter(({ verdict: sentences }) => sentences?.length);
+  const first = ({ name, verdict: sentences }) => el("li", {}, el("b", {}, name), ": ", sentences[0].text);
+  return judged.length ? el("ul", { class: "verdicts" }, judged.map(first)) : null;
+}
+
+function picture(run) {
+  const place = { class: "wide", tabindex: "0", role: "region", "aria-label": "Stages", "data-key": "stages" };
+  return run.picture ? el("div", place, diagram(run.picture)) : null;
+}
+
 function heading(run) {
-  const facts = [run.dir, run.machine, run.seconds ? clock(run.seconds) : null].filter(Boolean);
+  const facts = [
+    run.dir,
+    run.began ? `begun ${moment(run.began)}` : null,
+    run.seconds ? `took ${clock(run.seconds)}` : null,
+    Number.isFinite(run.seed) ? `seed ${run.seed}` : null,
+    run.machine,
+  ].filter(Boolean);
   const error = run.error ? el("p", { class: "message failed" }, run.error) : null;
   return [
     el("h1", {}, breakable(run.name ?? run.dir), " ", chip(run.state)),
@@ -208,10 +290,21 @@ function tabs(run, name) {
   return el("nav", { class: "tabs", "aria-label": "Stages" }, run.stages.map(tab));
 }
 
-function verdict(stage) {
+// What shows a sentence, the nearest of what was kept; null where nothing was.
+function evidence(id, stage, see) {
+  if (!see) return null;
+  const kept = { update: stage.rollouts, rows: stage.rows, evaluation: stage.evaluations }[see.kind] ?? [];
+  if (!kept.length) return null;
+  const at = see.update === null ? kept.at(-1) : kept[nearest(kept, see.update)];
+  const name = { update: "completions", rows: "rows", evaluation: "held-out rows" }[see.kind];
+  return el("a", { href: link(["run", id, stage.name, see.kind, at], see.query) }, `${name} of update ${number(at)}`);
+}
+
+function verdict(id, stage) {
   const facts = [
     stage.saved ? `The saved model is that of update ${number(stage.saved)}` : null,
     stage.state === "running" && Number.isFinite(stage.seconds_left) ? `${clock(stage.seconds_left)} left` : null,
+    ...(stage.facts ?? []),
   ].filter(Boolean);
   const sentences = stage.verdict ?? [];
   return el(
@@ -221,11 +314,12 @@ function verdict(stage) {
       ? el(
           "ul",
           {},
-          sentences.map((text) => el("li", {}, text)),
+          sentences.map(({ text, tone, see }) => el("li", { class: tone }, text, " ", evidence(id, stage, see))),
         )
       : null,
     stage.message ? el("p", { class: `message ${stage.state}` }, stage.message) : null,
     el("p", { class: "run-stage" }, progress(stage), facts.length ? el("small", {}, facts.join(" · ")) : null),
+    stage.next ? el("p", { class: "note" }, "To continue: ", el("code", {}, stage.next)) : null,
   );
 }
 
@@ -233,8 +327,10 @@ function opener(id, stage) {
   const rollouts = stage.rollouts ?? [];
   const rows = stage.rows ?? [];
   const evaluations = stage.evaluations ?? [];
+  // Of a rollout, a report shows first what there was to learn from.
+  const sort = (kind) => (isFrozen() && kind === "update" ? "-spread" : null);
   const to = (kind, update, text) =>
-    el("a", { class: "button", href: link(["run", id, stage.name, kind, update]) }, text);
+    el("a", { class: "button", href: link(["run", id, stage.name, kind, update], { sort: sort(kind) }) }, text);
   return [
     rollouts.length ? to("update", rollouts.at(-1), "Newest rollout") : null,
     rollouts.length && !isFrozen()
@@ -242,7 +338,15 @@ function opener(id, stage) {
       : null,
     rows.length ? to("rows", rows.at(-1), "Newest rows") : null,
     evaluations.length ? to("evaluation", evaluations.at(-1), "Newest evaluation") : null,
+    leftOut(stage),
   ];
+}
+
+// Say of how many updates a report has rollouts, rows or evaluations.
+function leftOut(stage) {
+  const parts = Object.entries(stage.kept_of ?? {}).filter(([kind, count]) => count > stage[kind].length);
+  const said = parts.map(([kind, count]) => `${kind} of ${stage[kind].length} of ${number(count)} updates`);
+  return said.length ? el("span", { class: "note" }, `In this file: ${said.join(", ")}; rlhf watch shows all.`) : null;
 }
 
 // Every chart of a stage; where the server names none, one for each metric beside its held-out twin.
@@ -314,17 +418,16 @@ function placed(events, stage, rows, axis) {
   });
 }
 
-function belowOf(run, stage) {
+function stageBelow(run, stage) {
   const events = (run.events ?? []).filter((event) => event.stage === stage.name || !event.stage);
-  const problems = run.problems ?? [];
   return [
     stage.subsets
       ? el(
           "section",
           {},
-          el("h2", {}, "By group"),
+          el("h3", {}, "By group"),
           table(
-            "Results by group",
+            `${stage.name}: results by group`,
             stage.subsets.columns,
             stage.subsets.rows.map(([name, ...numbers]) => [name, ...numbers.map(number)]),
           ),
@@ -333,10 +436,10 @@ function belowOf(run, stage) {
     el(
       "section",
       {},
-      el("h2", {}, "What happened"),
+      el("h3", {}, "What happened"),
       events.length
         ? table(
-            "Events",
+            `${stage.name}: events`,
             ["when", "event", ""],
             events.map(({ time, event, message }) => [
               moment(time),
@@ -347,7 +450,15 @@ function belowOf(run, stage) {
           )
         : el("p", { class: "note" }, "No event was recorded."),
     ),
-    stage.time?.length ? el("section", {}, el("h2", {}, "Where the time went"), timeBar(stage.time)) : null,
+    stage.time?.length
+      ? el("section", {}, el("h3", {}, "Where the time went"), timeBar(stage.name, stage.time))
+      : null,
+  ];
+}
+
+function belowOf(run) {
+  const problems = run.problems ?? [];
+  return [
     run.config
       ? el(
           "details",
@@ -356,6 +467,7 @@ function belowOf(run, stage) {
           el("pre", {}, run.config),
         )
       : null,
+    run.versions ? el("p", { class: "note" }, `Versions: ${run.versions}`) : null,
     problems.length
       ? el(
           "section",
@@ -371,7 +483,7 @@ function belowOf(run, stage) {
   ];
 }
 
-function timeBar(parts) {
+function timeBar(name, parts) {
   const whole = parts.reduce((sum, { seconds }) => sum + seconds, 0) || 1;
   const share = ({ seconds }, i) => el("i", { class: `part c${i}`, style: { "flex-grow": seconds / whole } });
   const rows = parts.map(({ name, seconds }, i) => [
@@ -381,6 +493,6 @@ function timeBar(parts) {
   ]);
   return [
     el("div", { class: "time-bar", "aria-hidden": "true" }, parts.map(share)),
-    table("Where the time went", ["", "time", "share"], rows, { class: "narrow" }),
+    table(`${name}: where the time went`, ["", "time", "share"], rows, { class: "narrow" }),
   ];
 }

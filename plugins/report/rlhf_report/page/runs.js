@@ -19,6 +19,7 @@ export async function showRuns(_, query) {
     "data-key": "filter",
   });
   const entries = new Map();
+  const problems = el("ul", { class: "problems" });
   let runs = [];
 
   // The element of a run, made anew only where the run has changed.
@@ -58,8 +59,17 @@ export async function showRuns(_, query) {
     compare.setAttribute("aria-disabled", String(!fits));
   }
 
+  async function read() {
+    const answer = await get("runs");
+    runs = answer.runs;
+    replace(
+      problems,
+      (answer.problems ?? []).map((text) => el("li", { class: "message failed" }, text)),
+    );
+  }
+
   async function refresh() {
-    runs = (await get("runs")).runs;
+    await read();
     draw();
   }
 
@@ -71,8 +81,8 @@ export async function showRuns(_, query) {
     draw();
     note({ search: field.value });
   });
-  runs = (await get("runs")).runs;
-  const content = [el("h1", {}, "Runs"), el("div", { class: "tools" }, field, count, compare), list];
+  await read();
+  const content = [el("h1", {}, "Runs"), el("div", { class: "tools" }, field, count, compare), problems, list];
   return { title: "Runs", path: [], content, refresh, drawn: draw };
 }
 
@@ -119,6 +129,7 @@ function entry(run, chosen, change) {
     ),
     el("time", { "data-time": run.changed, title: moment(run.changed) }, ago(run.changed)),
     run.error ? el("p", { class: "message failed" }, run.error) : null,
+    run.alarm ? el("p", { class: "alarm" }, "⚠ ", run.alarm) : null,
     warnings.length
       ? el(
           "details",

@@ -1,6 +1,7 @@
 // An update's rollouts: groups of completions side by side, their rewards, and their tokens; and the search over a stage.
+import { card, columnsOf, conversation } from "./cards.js";
 import { get, isFrozen } from "./data.js";
-import { breakable, el, exact, number, replace, select, signed } from "./dom.js";
+import { el, number, replace, select } from "./dom.js";
 import { choose, link } from "./route.js";
 import { stageOf } from "./run.js";
 import { showTokens } from "./tokens.js";
@@ -18,14 +19,13 @@ const SORTS = [
 ];
 // What every completion has; its rewards come from the answer.
 const FIELDS = ["reward", "advantage", "length", "version", "age"];
-const ADVANTAGE = { [-1]: "bad", 0: "none", 1: "good" };
 const SOON = 250;
 
 export async function showUpdate([, id, stageName, , updateText], query) {
   const run = await get("runs", id);
   const stage = stageOf(run, stageName);
   const update = Number(updateText);
-  const { search, finish, where, least, most } = query;
+  const { search, finish, where, least, most, without } = query;
   const wanted = {
     update,
     search,
@@ -33,6 +33,7 @@ export async function showUpdate([, id, stageName, , updateText], query) {
     where,
     least,
     most,
+    without,
     sort: query.sort ?? "order",
     offset: query.offset ?? 0,
     limit: LIMIT,
@@ -77,7 +78,7 @@ export async function showSearch([, id, stageName], query) {
     el(
       "div",
       { class: "tools" },
-      searchField(query, "words of a completion or prompt"),
+      searchField(query, "words of a completion"),
       select("Sort", SORTS, query.sort ?? "order", (sort) => choose({ sort, offset: null })),
     ),
     query.search
@@ -154,6 +155,15 @@ function bound(label, name, query) {
   return el("label", {}, `${label} `, field);
 }
 
+function withoutBox(query) {
+  const box = el("input", { type: "checkbox", "data-key": "without" });
+  box.checked = query.without === "1";
+  box.addEventListener("change", () =>
+    choose({ without: box.checked ? 1 : null, where: query.where ?? "reward", offset: null }),
+  );
+  return el("label", { title: "only completions that have no value of it" }, box, " none");
+}
+
 function tools(answer, query) {
   const fields = [...new Set([...FIELDS, ...(answer.rewards ?? [])])];
   const finishes = [["", "any"], ...(answer.finishes ?? []).map((finish) => [finish, finish])];
@@ -173,6 +183,7 @@ function tools(answer, query) {
     ),
     bound("from", "least", query),
     bound("to", "most", query),
+    withoutBox(query),
   );
 }
 
@@ -181,7 +192,8 @@ export function count(answer, query, thing) {
   const shown = (answer.groups ?? answer.rows).length;
   const total = answer.total ?? shown;
   const part = shown < total ? `, ${offset + 1} to ${offset + shown} shown` : "";
-  return el("p", { class: "note", role: "status" }, `${number(total)} ${thing}${total === 1 ? "" : "s"}${part}`);
+  const left = answer.left_out ? `; ${number(answer.left_out)} more are not in this file` : "";
+  return el("p", { class: "note", role: "status" }, `${number(total)} ${thing}${total === 1 ? "" : "s"}${part}${left}`);
 }
 
 export function pager(answer, query, limit = LIMIT) {
@@ -207,7 +219,7 @@ function groupOf(group, { id, stage, query, update, rollout, isFound = false }) 
     shownUpdate === String(update) && (indices ?? [index]).map(String).includes(shownIndex);
   const cards = group.completions.map((one) => {
     const open = () => choose({ completion: `${update}.${one.index}`, at: null });
-    return card(one, open, isShown(one));
+    return card(one, { open: isFrozen() ? null : open, isOpen: isShown(one) });
   });
   const one = group.completions.find(isShown);
   if (one) {
@@ -240,6 +252,7 @@ function groupOf(group, { id, stage, query, update, rollout, isFound = false }) 
       { class: "prompt", open: true, "data-key": `prompt ${key}` },
       el("summary", {}, "Prompt"),
       group.messages ? conversation(group.messages) : el("div", { class: "text" }, group.prompt),
+      columnsOf(group.columns),
     ),
     el("div", { class: "completions" }, cards),
     below,
@@ -253,69 +266,4 @@ function facts(group) {
     group.spread === 0 ? "all equal: nothing is learned from this group" : null,
   ];
   return el("span", { class: "sub" }, said.filter(Boolean).join(" "));
-}
-
-function card(one, open, isOpen) {
-  const rewards = Object.entries(one.rewards ?? {});
-  const age = Number.isFinite(one.age) && one.age > 0 ? ` (${one.age} old)` : "";
-  const tags = [
-    Number.isFinite(one.length) ? `${one.length} tokens` : null,
-    one.finish ? `ended: ${one.finish}` : null,
-    Number.isFinite(one.version) ? `version ${one.version}${age}` : null,
-    one.dropped ? `dropped: ${one.dropped}` : null,
-  ].filter(Boolean);
-  return el(
-    "article",
-    { class: `completion${isOpen ? " open" : ""}`, "aria-label": `Completion ${one.index}` },
-    el(
-      "p",
-      { class: "rewards" },
-      el("b", { title: exact(one.reward) }, number(one.reward)),
-      one.copies > 1
-        ? el(
-            "span",
-            { class: "copies", title: `equal completions: ${(one.indices ?? []).join(", ")}` },
-            `×${one.copies}`,
-          )
-        : null,
-      Number.isFinite(one.advantage)
-        ? el(
-            "span",
-            { class: ADVANTAGE[Math.sign(one.advantage)], title: `advantage ${exact(one.advantage)}` },
-            `advantage ${signed(one.advantage)}`,
-          )
-        : null,
-    ),
-    rewards.length > 1
-      ? el(
-          "dl",
-          { class: "by-function" },
-          rewards.map(([name, value]) =>
-            el("div", {}, el("dt", {}, breakable(name)), el("dd", { title: exact(value) }, number(value))),
-          ),
-        )
-      : null,
-    one.messages
-      ? conversation(one.messages)
-      : el("div", { class: "text", tabindex: "0" }, one.text === "" ? el("i", {}, "empty") : one.text),
-    el(
-      "p",
-      { class: "tags" },
-      tags.map((tag) => el("span", {}, tag)),
-      isFrozen()
-        ? null
-        : el("button", { type: "button", "data-key": `tokens of ${one.index}`, on: { click: open } }, "Tokens"),
-    ),
-  );
-}
-
-function conversation(messages) {
-  const entry = ({ role, content, name, policy }) =>
-    el(
-      "li",
-      { class: policy ? "policy" : null },
-      el("b", {}, role, name ? ` ${name}` : ""),
-      el("div", { class: "text" }, content),
-    );
-  return el("ol", { class: "conversation", tabindex: "0" }, messages.map(entry));
 }

@@ -25,12 +25,14 @@ Row = dict[str, Any]
 class GrowingRows:
     """The rows of a file of JSON lines, of which `refresh` reads what was added.
 
-    damaged: lines that are no JSON object. replaced: how often the file was written anew, and read from its start.
+    damaged: lines that are no JSON object. torn: whether the last line does not end, as while it is written.
+    replaced: how often the file was written anew, and read from its start.
     """
 
     path: Path
     rows: list[Row] = field(default_factory=list)
     damaged: int = 0
+    torn: bool = False
     replaced: int = 0
     _offset: int = 0
     _inode: int = 0
@@ -54,6 +56,7 @@ class GrowingRows:
             self._offset += len(line)
             self._last = line[-64:]
             self._add(line)
+        self.torn = self._offset < status.st_size
 
     def _continues(self, file: BinaryIO) -> bool:
         file.seek(self._offset - len(self._last))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import rlhf_report.charts as charts
 from rlhf_core.runs import RunDirectory, StageDirectory, open_run
 from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number
-from rlhf_report.watch.growing import Row, ends
+from rlhf_report.watch.columns import Columns
+from rlhf_report.watch.growing import GrowingRows, Row, ends
 from rlhf_report.watch.places import links_that_leave
+from rlhf_report.watch.verdicts import warnings
 
 MOST_METRICS = 6
 MOST_WARNINGS = 5
@@ -108,6 +111,7 @@ def _empty(path: Path) -> dict[str, Any]:
         "metrics": {},
         "spark": None,
         "warnings": [],
+        "alarm": None,
         "error": None,
     }
 
@@ -146,7 +150,10 @@ def _progress(
         newest |= {name: value for name, each in row.items() if (value := finite(each)) is not None}
     update = int(newest.get("step", 0))
     metrics = important(name for name in newest if name not in ("step", "time"))
-    shown = [name for name in metrics if name in newest][:MOST_METRICS]
+    # Of metrics that are the same number, as a reward and its sum are, one is enough.
+    once = {(newest[name], name.startswith(charts.EVAL)): name for name in reversed(metrics)}
+    shown = [name for name in metrics if name in once.values()][:MOST_METRICS]
+    alarms = warnings(Columns(GrowingRows(Path(), [*spread, *last])))
     left = None
     if state == "running" and planned is not None:
         left = seconds_left(last, planned)
@@ -154,6 +161,7 @@ def _progress(
         "update": update,
         "seconds_left": left,
         "metrics": {name: newest[name] for name in shown},
+        "alarm": alarms[0].text if alarms else None,
         "spark": _spark(shown[0], [*spread, *last]) if shown else None,
     }
 
@@ -187,9 +195,13 @@ def _spark(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     return {"name": name, "values": [value for _, value in points]}
 
 
-def important(names: Any) -> list[str]:
+def important(names: Iterable[str]) -> list[str]:
     """Order the metrics of a list: those of the short table, a policy's reward before its loss."""
-    every = list(names)
+    return list(_important(tuple(names)))
+
+
+@lru_cache(maxsize=64)  # a run has the same names at every reading
+def _important(every: tuple[str, ...]) -> list[str]:
     ordered = [
         name for key in charts.key_metrics(every) for name in (key, charts.EVAL + key) if name in every
     ]

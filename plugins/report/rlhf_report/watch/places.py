@@ -24,7 +24,10 @@ def find_runs(directories: Sequence[Path], problems: list[str]) -> dict[str, Pat
     """Return {id: directory} of the runs in and below the directories; names those that cannot be read."""
     found = {}
     for directory in directories:
-        for path in _runs(directory.expanduser().absolute(), DEPTH, problems):
+        named = directory.expanduser().absolute()
+        if not os.path.lexists(named):
+            problems.append(f"{named}: is not there yet, or not any more")
+        for path in _runs(named, DEPTH, problems):
             found[run_id(path)] = path
     return found
 
@@ -33,7 +36,7 @@ def _runs(directory: Path, depth: int, problems: list[str]) -> Iterator[Path]:
     try:
         with os.scandir(directory) as entries:
             folders = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-        if (directory / RESOLVED).is_file() or _is_stage(directory) or any(map(_is_stage, folders)):
+        if os.path.isfile(directory / RESOLVED) or _is_stage(directory) or any(map(_is_stage, folders)):
             yield directory
             return
     except FileNotFoundError:
@@ -48,7 +51,9 @@ def _runs(directory: Path, depth: int, problems: list[str]) -> Iterator[Path]:
 
 
 def _is_stage(path: Path) -> bool:
-    return (path / "stage.json").is_file() or (path / "metrics.jsonl").is_file()
+    # Unlike Path.is_file, this takes a folder that may not be read for one without the file: it is named when it is
+    # looked into, and does not hide those beside it.
+    return os.path.isfile(path / "stage.json") or os.path.isfile(path / "metrics.jsonl")
 
 
 def links_that_leave(run: Path) -> list[Path]:

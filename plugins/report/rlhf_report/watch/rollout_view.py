@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rlhf_core.runs import StageDirectory
+from rlhf_report.samples import asked, described, finish
 from rlhf_report.watch.listing import finite
-from rlhf_report.watch.run_view import updates_per_rollout
 
 SORTS = ("order", "reward", "spread", "length", "advantage")
 WHERE = ("reward", "advantage", "length", "version", "age")
@@ -27,7 +27,10 @@ Decode = Callable[[Sequence[int], Sequence[int]], list[str]]
 
 @dataclass(frozen=True)
 class WantedRollouts:
-    """What of a rollout is shown: bounds of a quantity, how completions ended, a text within them, and the order."""
+    """What of a rollout is shown: bounds of a quantity, how completions ended, a text within them, and the order.
+
+    where: the quantity, or a reward. without: only completions that have none.
+    """
 
     sort: str = "order"
     search: str = ""
@@ -35,8 +38,18 @@ class WantedRollouts:
     where: str = ""
     least: float | None = None
     most: float | None = None
+    without: bool = False
     offset: int = 0
     limit: int = 50
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the quantity decides what is shown."""
+        return self.without or self.least is not None or self.most is not None
+
+    def of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with those of its completions that are shown."""
+        return {**group, "completions": [one for one in group["completions"] if self.keeps(one)]}
 
     def keeps(self, one: Mapping[str, Any]) -> bool:
         """Return whether a completion is shown."""
@@ -44,11 +57,11 @@ class WantedRollouts:
             return False
         if self.search and self.search.lower() not in one["text"].lower():
             return False
-        if not self.where or (self.least is None and self.most is None):
+        if not self.where or not self.is_bounded:
             return True
         value = one[self.where] if self.where in WHERE else one["rewards"].get(self.where)
-        if value is None:
-            return False
+        if value is None or self.without:
+            return value is None and self.without
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
 
@@ -73,6 +86,14 @@ class Sampled:
         prompts = self.arrays.get("prompts")
         count = math.ceil(len(self.samples) / self.group)
         return [-1] * count if prompts is None else [int(row) for row in prompts]
+
+
+def updates_per_rollout(stage: StageDirectory) -> int:
+    """Return how many updates a rollout serves."""
+    config = stage.config
+    each = [config.get(name) for name in ("steps_per_generation", "num_iterations")]
+    counts = [count for count in each if isinstance(count, int) and not isinstance(count, bool) and count > 0]
+    return int(np.prod(counts, dtype=np.int64)) if counts else 1
 
 
 def read_sampled(stage: StageDirectory, update: int) -> Sampled | None:
@@ -136,11 +157,9 @@ def _described_group(
     rollout: Sampled, row: int, members: Sequence[int], shown: list[dict[str, Any]]
 ) -> dict[str, Any]:
     rewards = [value for i in members if (value := finite(rollout.samples[i].get("reward"))) is not None]
-    prompt = rollout.samples[members[0]].get("prompt")
     return {
         "row": row,
-        "prompt": text_of(prompt),
-        **({"messages": [message(each) for each in prompt]} if isinstance(prompt, list) else {}),
+        **asked(rollout.samples[members[0]]),
         "previous": None,
         "next": None,
         "mean": float(np.mean(rewards)) if rewards else None,
@@ -176,78 +195,20 @@ def folded(rollout: Sampled, members: Sequence[int]) -> list[dict[str, Any]]:
 
 def completion(rollout: Sampled, i: int) -> dict[str, Any]:
     """Describe completion i."""
-    sample = rollout.samples[i]
-    said = sample.get("completion")
     version = _item(rollout.arrays, "samples_version", i)
-    rewards = sample.get("rewards")
     return {
         "index": i,
         "indices": [],
-        "text": text_of(said),
-        **({"messages": _messages(sample, said)} if isinstance(said, list) else {}),
-        "reward": finite(sample.get("reward")),
-        "rewards": {str(name): finite(value) for name, value in rewards.items()}
-        if isinstance(rewards, Mapping)
-        else {},
+        **described(rollout.samples[i]),
         "advantage": rollout.advantages[i],
-        "length": finite(sample.get("length")),
-        "finish": finish(sample),
         "version": version,
         "age": None if version is None else rollout.update - 1 - version,
-        **({"dropped": str(sample["failure"])} if sample.get("failure") else {}),
     }
 
 
 def _item(arrays: Mapping[str, np.ndarray], name: str, i: int) -> int | None:
     array = arrays.get(name)
     return None if array is None or i >= len(array) else int(array[i])
-
-
-def finish(sample: Mapping[str, Any]) -> str:
-    """Say how a completion ended: "stop", "length" where it was cut, or "failed"."""
-    if sample.get("failure"):
-        return "failed"
-    return "length" if sample.get("finished") is False else "stop"
-
-
-def _messages(sample: Mapping[str, Any], said: Sequence[Any]) -> list[dict[str, Any]]:
-    """Describe the messages of an episode; `policy`: whether the policy wrote it."""
-    turns = sample.get("turns")
-    written = (
-        {turn.get("message") for turn in turns if isinstance(turn, Mapping)}
-        if isinstance(turns, list)
-        else None
-    )
-    return [
-        message(each) | {"policy": place in written if written else _role(each) == "assistant"}
-        for place, each in enumerate(said)
-    ]
-
-
-def _role(each: Any) -> str:
-    return str(each.get("role", "")) if isinstance(each, Mapping) else ""
-
-
-def message(each: Any) -> dict[str, Any]:
-    """Describe a message, its tool calls in its content."""
-    if not isinstance(each, Mapping):
-        return {"role": "", "content": str(each)}
-    parts = [text_of(each.get("content"))]
-    calls = each.get("tool_calls")
-    parts += [json.dumps(call, ensure_ascii=False) for call in calls] if isinstance(calls, list) else []
-    name = {"name": str(each["name"])} if each.get("name") else {}
-    return {"role": _role(each), "content": "\n".join(filter(None, parts)), **name}
-
-
-def text_of(said: Any) -> str:
-    """Return a text, or the messages of a conversation one after the other; of a single reply its content."""
-    if isinstance(said, str):
-        return said
-    if not isinstance(said, list):
-        return "" if said is None else json.dumps(said, ensure_ascii=False)
-    if len(said) == 1 and _role(said[0]) == "assistant" and not said[0].get("tool_calls"):
-        return text_of(said[0].get("content"))
-    return "\n".join(f"{each['role']}: {each['content']}" for each in map(message, said))
 
 
 def rewards_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:

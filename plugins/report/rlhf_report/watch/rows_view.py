@@ -12,8 +12,9 @@ import numpy as np
 
 from rlhf_core.hidden import scrub
 from rlhf_core.runs import StageDirectory
+from rlhf_report.samples import text_of
 from rlhf_report.watch.listing import finite
-from rlhf_report.watch.rollout_view import read_arrays, text_of
+from rlhf_report.watch.rollout_view import read_arrays
 
 MOST = 500
 """Rows of one answer."""
@@ -142,7 +143,11 @@ def evaluations_of(stage: StageDirectory) -> dict[str, Any]:
 
 
 def evaluation_of(stage: StageDirectory, update: int, texts: DataRows) -> dict[str, Any] | None:
-    """Describe an evaluation's rows, and how their first value changed since the evaluation before; None without it."""
+    """Describe an evaluation's rows, and how they changed since the evaluation before; None without it.
+
+    `of`: the quantity whose `change` tells which rows got better: "margin", of chosen over rejected, or the first
+    value. `falls`: whether it is better for falling.
+    """
     every = stage.evaluations
     if update not in every:
         return None
@@ -151,17 +156,23 @@ def evaluation_of(stage: StageDirectory, update: int, texts: DataRows) -> dict[s
     before = {_key(row): row for row in _rows(every[earlier[-1]])} if earlier else {}
     files = data_files(stage, "eval_data")
     found = []
+    names = [name for row in rows[:1] for name in _values(row)]
+    of = "margin" if {"chosen", "rejected"} <= set(names) else next(iter(names), None)
     for row in rows:
         values = _values(row)
-        then = _values(before.get(_key(row), {}))
-        name = next(iter(values), None)
+        now, then = _quantity(values, of), _quantity(_values(before.get(_key(row), {})), of)
         number = finite(row.get("row"))
         described = named(files, int(number or 0), row.get("file") and str(row["file"]), texts)
         if row.get("set"):
             described["where"] = f"{row['set']}: {described['where']}"
-        change = None if name is None else _difference(values[name], then.get(name))
-        found.append(described | {"values": values, "change": change})
-    return {"update": update, "before": earlier[-1] if earlier else None, "rows": found}
+        found.append(described | {"values": values, "change": _difference(now, then)})
+    return {
+        "update": update,
+        "before": earlier[-1] if earlier else None,
+        "of": of,
+        "falls": of == "loss",
+        "rows": found,
+    }
 
 
 def _rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -175,6 +186,12 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _values(row: Mapping[str, Any]) -> dict[str, float | None]:
     return {str(name): finite(value) for name, value in row.items() if name not in NAMES}
+
+
+def _quantity(values: Mapping[str, float | None], of: str | None) -> float | None:
+    if of == "margin":
+        return _difference(values.get("chosen"), values.get("rejected"))
+    return None if of is None else values.get(of)
 
 
 def _difference(now: float | None, then: float | None) -> float | None:

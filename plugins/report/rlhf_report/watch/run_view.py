@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 import rlhf_report.charts as charts
 from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
-from rlhf_report.pages import machine
+from rlhf_report.diagram import picture
 from rlhf_report.run_reader import (
     EVENTS,
     LARGEST,
@@ -21,13 +20,17 @@ from rlhf_report.run_reader import (
     Points,
     ReportedRun,
     ReportedStage,
+    compiled,
     described,
     number,
     parts,
+    require_run,
     stage_sessions,
     stage_state,
 )
-from rlhf_report.watch.growing import GrowingRows, ends
+from rlhf_report.watch.columns import Columns
+from rlhf_report.watch.evidence import AUDIT, FileEvidence
+from rlhf_report.watch.growing import GrowingRows
 from rlhf_report.watch.listing import (
     Fingerprint,
     fingerprint,
@@ -37,70 +40,11 @@ from rlhf_report.watch.listing import (
     state_of,
 )
 from rlhf_report.watch.places import links_that_leave
+from rlhf_report.watch.rollout_view import updates_per_rollout
 from rlhf_report.watch.verdicts import verdict
 
 KEY = 8
 """Metrics of a stage that are shown first."""
-
-
-class Columns(Mapping[str, Points]):
-    """The metrics of rows, each made when it is asked for; a step logged twice counts once."""
-
-    def __init__(self, lines: GrowingRows) -> None:
-        self._lines = lines
-        self._names: dict[str, None] = {}
-        self._seen = 0
-        self._replaced = lines.replaced
-        self._made: dict[str, tuple[int, Points | None]] = {}
-
-    def names(self) -> list[str]:
-        """Return the metrics that were ever a number."""
-        if self._replaced != self._lines.replaced:
-            self._names, self._seen, self._made = {}, 0, {}
-            self._replaced = self._lines.replaced
-        rows = self._lines.rows
-        for row in rows[self._seen :]:
-            if number(row.get("step")) is None:
-                continue
-            for name, value in row.items():
-                if name not in self._names and name not in ("step", "time") and number(value) is not None:
-                    self._names[name] = None
-        self._seen = len(rows)
-        return list(self._names)
-
-    def __getitem__(self, name: str) -> Points:
-        if name not in self.names():
-            raise KeyError(name)
-        made = self._made.get(name)
-        if made is None or made[0] != self._seen:
-            made = (self._seen, _points(self._lines.rows, name))
-            self._made[name] = made
-        if made[1] is None:
-            raise KeyError(name)
-        return made[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
-
-
-def _points(rows: list[dict[str, Any]], name: str) -> Points | None:
-    values: dict[float, float] = {}
-    missing = 0
-    for row in rows:
-        if name not in row:
-            continue
-        step, value = number(row.get("step")), number(row[name])
-        if value is None:
-            missing += 1
-        elif step is not None:
-            values[step] = value
-    if not values:
-        return None
-    steps = np.array(sorted(values))
-    return Points(steps, np.array([values[step] for step in steps]), missing)
 
 
 @dataclass
@@ -114,15 +58,23 @@ class WatchedRun:
     _lines: dict[str, GrowingRows] = field(default_factory=dict)
     _columns: dict[str, Columns] = field(default_factory=dict)
     _mark: Fingerprint = ()
+    _opened: tuple[Fingerprint, RunDirectory] | None = None
     _answer: dict[str, Any] = field(default_factory=dict)
-    _verdicts: dict[str, tuple[Any, list[str]]] = field(default_factory=dict)
+    _verdicts: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
+    _evidence: dict[str, FileEvidence] = field(default_factory=dict)
 
     def open(self) -> RunDirectory:
         """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
-        run = open_run(self.path, damaged=self._note)
         for link in links_that_leave(self.path)[:1]:
             raise Damaged(link, "it is a link that leaves the run's directory, and is not followed")
-        return run
+        now = self._now()
+        if self._opened is None or self._opened[0] != now:
+            self._opened = now, open_run(self.path, damaged=self._note)
+        return self._opened[1]
+
+    def _now(self) -> Fingerprint:
+        """Identify the content of the run's files, and those that its folders have."""
+        return (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
 
     def _note(self, error: Damaged) -> None:
         self.problems[described(error)] = None
@@ -148,12 +100,10 @@ class WatchedRun:
             lines.refresh()
         except OSError as error:
             self._note(Damaged(lines.path, str(error.strerror)))
-        if lines.damaged:
-            self._note(Damaged(lines.path, "damaged lines", lines=lines.damaged))
 
     def answer(self) -> dict[str, Any]:
         """Describe the run."""
-        mark = (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
+        mark = self._now()
         if not self._answer or mark != self._mark:
             self._answer, self._mark = self._made(), mark
         return self._answer
@@ -164,7 +114,7 @@ class WatchedRun:
         running = run.is_running
         stages = tuple(self._reported(stage, running) for stage in run.stages)
         machines = [event["machine"] for event in events if isinstance(event.get("machine"), dict)]
-        return ReportedRun(run, stages, machines[-1] if machines else {}, (), [])
+        return ReportedRun(run, stages, machines[-1] if machines else {})
 
     def _reported(self, stage: StageDirectory, running: bool) -> ReportedStage:
         own = [
@@ -175,7 +125,9 @@ class WatchedRun:
         lines = self.metrics(stage)
         columns = self._columns.setdefault(stage.name, Columns(lines))
         state, message = stage_state(stage, own, running)
-        times = [when for row in (lines.rows[:1] + lines.rows[-1:]) if (when := number_of(row, "time"))]
+        rows = lines.rows
+        times = [when for row in (rows[:1] + rows[-1:]) if (when := number_of(row, "time"))]
+        updates = next((step for row in reversed(rows) if (step := number_of(row, "step")) is not None), 0)
         planned, saved = number(stage.plan.get("updates")), stage.best.get("model")
         is_last = saved == stage.best.get("updates", saved)
         return ReportedStage(
@@ -183,27 +135,38 @@ class WatchedRun:
             state,
             message,
             sessions=stage_sessions(own, stage.spec, times[-1] if times else None),
+            updates=int(updates),
             planned=None if planned is None else int(planned),
             metrics=columns,
             first_row=times[0] if times else None,
             saved=saved if isinstance(saved, int) and not is_last else None,
+            facts=tuple(_facts(rows, own)),
         )
 
     def _made(self) -> dict[str, Any]:
         self.problems = {}
+        self._opened = None  # what is damaged is said where it is read first
         run = self.open()
         reported = self.reported(run)
         events = self.events()
         state, error = state_of(run, events)
         stages = [self._stage(stage, reported) for stage in reported.stages]
+        for lines in self._lines.values():
+            damaged = lines.damaged + (lines.torn and not run.is_running)
+            if damaged:
+                self._note(Damaged(lines.path, "damaged lines", lines=damaged))
         return {
             "id": self.id,
             "name": self.path.name,
             "dir": str(self.path),
             "state": state,
             "error": error,
-            "machine": machine(reported),
+            "machine": _machine(reported.machine),
+            "versions": _versions(reported),
+            "seed": run.pipeline.get("seed"),
+            "began": min((each.sessions[0].began for each in reported.stages if each.sessions), default=None),
             "seconds": reported.seconds,
+            "picture": asdict(picture(reported.stages)) if reported.stages else None,
             "config": scrub_all(run.text or _toml(reported)),
             "events": [shown_event(event) for event in events],
             "problems": list(self.problems),
@@ -213,9 +176,6 @@ class WatchedRun:
     def _stage(self, stage: ReportedStage, run: ReportedRun) -> dict[str, Any]:
         files, rows = stage.files, self._lines[stage.name].rows
         names = list(stage.metrics)
-        update = max(
-            (int(step) for row in rows[-1:] if (step := number_of(row, "step")) is not None), default=0
-        )
         left = None
         if stage.state == "running" and stage.planned is not None:
             left = seconds_left(rows, stage.planned)
@@ -224,11 +184,13 @@ class WatchedRun:
             "trainer": stage.trainer,
             "state": stage.state,
             "message": stage.message,
-            "update": update,
+            "update": stage.updates,
             "updates": stage.planned,
             "saved": stage.saved,
+            "facts": list(stage.facts),
+            "next": _next_command(stage, run),
             "seconds_left": left,
-            "verdict": self._verdict(stage, update),
+            "verdict": self._verdict(stage, stage.updates),
             "key": [name for name in important(names) if not name.startswith(charts.EVAL)][:KEY],
             "metrics": names,
             "charts": shown_charts(names),
@@ -237,23 +199,73 @@ class WatchedRun:
             "rollouts": rollout_updates(files),
             "rows": numbered(files.dir / "rows", ".npz"),
             "evaluations": list(files.evaluations),
-            "weights": weight_names(files.dir / "weights.jsonl"),
         }
 
-    def _verdict(self, stage: ReportedStage, update: int) -> list[str]:
+    def _verdict(self, stage: ReportedStage, update: int) -> list[dict[str, Any]]:
         """Return the sentences of a stage; they are made again where it has logged or been evaluated since."""
         mark = (update, stage.state, _newest_files(stage.files.dir), len(stage.files.evaluations))
         known = self._verdicts.get(stage.name)
         if known is None or known[0] != mark:
             problems: list[str] = []
             try:
-                known = (mark, verdict(stage, problems))
+                evidence = self._evidence.setdefault(stage.name, FileEvidence()).sentences(stage)
+                known = (mark, [asdict(each) for each in verdict(stage, problems, evidence)])
             except Exception as error:  # evaluations may hold anything
                 known = (mark, [])
                 problems.append(f"{stage.name}: no verdict: {error}")
             self.problems |= dict.fromkeys(problems)
             self._verdicts[stage.name] = known
         return known[1]
+
+
+def read_run(path: str | Path) -> ReportedRun:
+    """Read a run. Raises InputError where there is none."""
+    run = WatchedRun("", require_run(path))
+    return run.reported(run.open())
+
+
+def _facts(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Say how much a stage was trained on, and what its process compiled for it."""
+    newest = {name: value for row in rows[-1:] for name in row if (value := number(row[name])) is not None}
+    if "num_tokens" in newest:
+        yield f"{newest['num_tokens']:,.0f} tokens"
+    if "epoch" in newest:
+        yield f"{newest['epoch']:.3g} epoch{'s' * (newest['epoch'] != 1)}"
+    sessions = sum(event.get("event") in ("begun", "continued") for event in events)
+    if sessions > 1:
+        yield f"in {sessions} sessions"
+    if programs := compiled(events):
+        yield f"compiled {programs}"
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    """Describe the machine, as in `1 × cpu, jax 0.10.2, Python 3.11.7`; empty if no event has it."""
+    if not facts:
+        return ""
+    device = str(facts.get("device", facts.get("platform", "")))
+    words = [f"{facts.get('devices', '?')} × {device}"]
+    if facts.get("processes", 1) != 1:
+        words.append(f"{facts['processes']} processes")
+    words += [
+        f"{label} {facts[key]}" for key, label in (("jax", "jax"), ("python", "Python")) if key in facts
+    ]
+    return ", ".join(words)
+
+
+def _versions(run: ReportedRun) -> str:
+    """Return `rlhf-core 0.1.0, …` of the last stage that began."""
+    for stage in reversed(run.stages):
+        recorded = stage.files.spec.get("versions")
+        if isinstance(recorded, Mapping):
+            return ", ".join(f"{name} {version}" for name, version in recorded.items())
+    return ""
+
+
+def _next_command(stage: ReportedStage, run: ReportedRun) -> str:
+    """Return the command that continues a stage which is neither done nor running."""
+    if stage.state in ("done", "running") or not run.files.text:
+        return ""
+    return f"rlhf run {run.files.dir / 'pipeline.resolved.toml'}"
 
 
 def number_of(row: Mapping[str, Any], name: str) -> float | None:
@@ -263,11 +275,12 @@ def number_of(row: Mapping[str, Any], name: str) -> float | None:
 
 
 def _newest_files(stage: Path) -> tuple[int, ...]:
-    """Return when files were last added to the folders of a stage."""
+    """Return when files were last added to the folders of a stage, and when the run was audited."""
     marks = []
-    for name in ("journal", "evaluations", "samples", "rows", "values"):
+    folders = [stage / name for name in ("journal", "evaluations", "samples", "rows", "values")]
+    for path in (*folders, stage.parent / AUDIT):
         try:
-            marks.append((stage / name).stat().st_mtime_ns)
+            marks.append(path.stat().st_mtime_ns)
         except OSError:
             marks.append(0)
     return tuple(marks)
@@ -284,8 +297,13 @@ def shown_event(event: Mapping[str, Any]) -> dict[str, Any]:
     return scrub_all(kept)
 
 
-def shown_charts(names: list[str]) -> list[dict[str, Any]]:
+def shown_charts(names: Iterable[str]) -> list[dict[str, Any]]:
     """Group metrics into charts, those of the short table first."""
+    return _shown_charts(tuple(names))
+
+
+@lru_cache(maxsize=64)  # a run has the same names at every reading
+def _shown_charts(names: tuple[str, ...]) -> list[dict[str, Any]]:
     ranks = {name: rank for rank, name in enumerate(important(names))}
     described = [
         {"group": kind.group, "title": kind.title, "names": each, "log": kind.log, "unit": kind.unit}
@@ -310,15 +328,6 @@ def subsets(metrics: Mapping[str, Points]) -> dict[str, Any] | None:
     return {"columns": ["group", *columns], "rows": rows}
 
 
-def weight_names(path: Path) -> list[str]:
-    """List the weights that were logged last; none without the file."""
-    try:
-        rows = ends(path)[1]
-    except OSError:
-        return []
-    return sorted({name for row in rows[-1:] for name in row} - {"step", "time"})
-
-
 def numbered(folder: Path, suffix: str) -> list[int]:
     """List the numbers that name the files of a folder, NNNNNN and a suffix."""
     try:
@@ -326,14 +335,6 @@ def numbered(folder: Path, suffix: str) -> list[int]:
     except OSError:
         return []
     return sorted(int(name.split(".")[0]) for name in names if name.split(".")[0].isdecimal())
-
-
-def updates_per_rollout(stage: StageDirectory) -> int:
-    """Return how many updates a rollout serves."""
-    config = stage.config
-    each = [config.get(name) for name in ("steps_per_generation", "num_iterations")]
-    counts = [count for count in each if isinstance(count, int) and not isinstance(count, bool) and count > 0]
-    return int(np.prod(counts, dtype=np.int64)) if counts else 1
 
 
 def rollout_updates(stage: StageDirectory) -> list[int]:

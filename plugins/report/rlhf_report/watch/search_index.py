@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.runs import StageDirectory
-from rlhf_report.watch.listing import finite
-from rlhf_report.watch.rollout_view import group_size, text_of
+from rlhf_report.watch.rollout_view import WantedRollouts, groups_of, read_sampled, updates_per_rollout
 
-VERSION = 1
+VERSION = 2
 """Of the tables; an index of another version is made anew."""
-SORTS = ("order", "reward", "length")
-"""What the index can sort by."""
+PLAIN = WantedRollouts()
+"""A group with all its completions, as sampled."""
 
 
 def cache_directory() -> Path:
@@ -26,7 +27,7 @@ def cache_directory() -> Path:
 
 
 class SearchIndex:
-    """Texts of a stage's completions by rollout, of which those are added that the journal has gained."""
+    """Groups of a stage's completions by rollout, of which those are added that the journal has gained."""
 
     def __init__(self, stage: StageDirectory) -> None:
         name = hashlib.sha256(os.fsencode(stage.dir)).hexdigest()[:24]
@@ -34,32 +35,52 @@ class SearchIndex:
 
     def refresh(self, stage: StageDirectory) -> None:
         """Add rollouts that are new or were written anew, and drop those that are gone. Raises OSError."""
+        times = updates_per_rollout(stage)
         with closing(self._open()) as database, database:
             known = dict(database.execute("SELECT number, mark FROM rollouts"))
-            there = {number: _mark(stage, number) for number in stage.rollout_numbers}
+            there = {number: _mark(stage, number, times) for number in stage.rollout_numbers}
             for number in [n for n, mark in known.items() if there.get(n) != mark]:
-                database.execute("DELETE FROM rollouts WHERE number = ?", (number,))
-                database.execute("DELETE FROM texts WHERE number = ?", (number,))
+                for table in ("rollouts", "texts", "groups"):
+                    database.execute(f"DELETE FROM {table} WHERE number = ?", (number,))
             for number, mark in there.items():
                 if known.get(number) != mark:
-                    database.executemany("INSERT INTO texts VALUES (?, ?, ?, ?, ?)", _rows(stage, number))
+                    for place, group in enumerate(_groups(stage, number, times)):
+                        content = json.dumps(group)
+                        database.execute(
+                            "INSERT INTO groups VALUES (?, ?, ?, ?)",
+                            (number, place, group["spread"], content),
+                        )
+                        database.executemany(
+                            "INSERT INTO texts VALUES (?, ?, ?, ?, ?, ?)", _texts(number, place, group)
+                        )
                     database.execute("INSERT INTO rollouts VALUES (?, ?)", (number, mark))
 
     def find(self, text: str, sort: str) -> list[tuple[int, int]]:
         """Return (rollout, group) of the groups with a text in a completion, capital letters or not.
 
-        sort: one of `SORTS`, with a - for the largest first; of a group, by its completion that comes first so.
+        sort: as of `WantedRollouts`, - for the largest first; of a group, by its completion that comes first so. What
+        is not known comes last.
         """
         by = sort.removeprefix("-")
         largest = sort.startswith("-")
         first = f"{'MAX' if largest else 'MIN'}({by})"
         order = "" if by == "order" else f"{first} IS NULL, {first} {'DESC' if largest else 'ASC'}, "
+        joined = " JOIN groups USING (number, place)" if by == "spread" else ""
         query = (
-            "SELECT number, place FROM texts WHERE instr(text, ?) GROUP BY number, place "
+            f"SELECT number, place FROM texts{joined} WHERE instr(text, ?) GROUP BY number, place "
             f"ORDER BY {order}number, place"
         )
         with closing(self._open()) as database:
             return list(database.execute(query, (text.lower(),)))
+
+    def groups(self, places: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
+        """Yield the groups, (rollout, group), as `groups_of` described them."""
+        with closing(self._open()) as database:
+            for place in places:
+                query = "SELECT content FROM groups WHERE number = ? AND place = ?"
+                found = database.execute(query, place).fetchone()
+                if found is not None:
+                    yield json.loads(found[0])
 
     def _open(self) -> sqlite3.Connection:
         """Open the file, made anew where it is damaged. It is the user's alone: completions may be private."""
@@ -75,26 +96,42 @@ class SearchIndex:
         os.chmod(self.path, 0o600)
         database.execute("CREATE TABLE IF NOT EXISTS rollouts (number INTEGER PRIMARY KEY, mark TEXT)")
         database.execute(
-            "CREATE TABLE IF NOT EXISTS texts (number INTEGER, place INTEGER, reward REAL, length REAL, text TEXT)"
+            "CREATE TABLE IF NOT EXISTS groups (number INTEGER, place INTEGER, spread REAL, content TEXT, "
+            "PRIMARY KEY (number, place))"
+        )
+        database.execute(
+            "CREATE TABLE IF NOT EXISTS texts "
+            "(number INTEGER, place INTEGER, reward REAL, length REAL, advantage REAL, text TEXT)"
         )
         database.execute("CREATE INDEX IF NOT EXISTS by_number ON texts (number)")
         return database
 
 
-def _mark(stage: StageDirectory, number: int) -> str:
+def _mark(stage: StageDirectory, number: int, times: int) -> str:
+    """Identify what a rollout's groups are read from: its file, and the samples, which may come later."""
+    paths = (
+        stage.dir / "journal" / f"rollout-{number:06d}.zip",
+        stage.dir / "samples" / f"update-{number * times:06d}.jsonl",
+    )
+    return " ".join(map(_mark_of, paths))
+
+
+def _mark_of(path: Path) -> str:
     try:
-        status = (stage.dir / "journal" / f"rollout-{number:06d}.zip").stat()
+        status = path.stat()
     except OSError:
-        return ""
+        return "-"
     return f"{status.st_mtime_ns} {status.st_size}"
 
 
-def _rows(stage: StageDirectory, number: int) -> Iterator[tuple[int, int, float | None, float | None, str]]:
-    """Yield a row for each completion: rollout, group, reward, length and text without half characters."""
-    file = stage.rollout_file(number)
-    if file is None:
-        return
-    group = group_size(stage, file.samples, file.arrays)
-    for place, sample in enumerate(file.samples):
-        text = text_of(sample.get("completion")).lower().encode(errors="replace").decode()
-        yield number, place // group, finite(sample.get("reward")), finite(sample.get("length")), text
+def _groups(stage: StageDirectory, number: int, times: int) -> list[dict[str, Any]]:
+    """Describe the groups of a rollout; none where its file is damaged."""
+    rollout = read_sampled(stage, number * times + 1)
+    return [] if rollout is None or not rollout.arrays else groups_of(rollout, PLAIN)
+
+
+def _texts(number: int, place: int, group: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yield a row for each completion, its text without half characters."""
+    for one in group["completions"]:
+        text = one["text"].lower().encode(errors="replace").decode()
+        yield number, place, one["reward"], one["length"], one["advantage"], text

@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.runtime.terminal import echo
-from rlhf_report.frozen import PAGE
+from rlhf_report.frozen import PAGE, written
 from rlhf_report.watch.rollout_view import SORTS, WantedRollouts
 from rlhf_report.watch.watched import Watched, unreadable
 
@@ -113,6 +113,7 @@ def make_app(watched: Watched, hosts: Sequence[str] = LOOPBACK, key: str | None 
         Route("/api/runs/{id}", _json(lambda request: watched.run(_id(request))), methods=["GET"]),
         Route("/api/runs/{id}/events", _json(lambda request: _events(watched, request)), methods=["GET"]),
         Route(f"{stage}/metrics", _json(lambda request: _metrics(watched, request)), methods=["GET"]),
+        Route(f"{stage}/results", _json(lambda request: watched.results(*_place(request))), methods=["GET"]),
         Route(f"{stage}/rollouts", _json(lambda request: _rollouts(watched, request)), methods=["GET"]),
         Route(
             f"{stage}/rollouts/{{number}}/completions/{{index}}",
@@ -160,27 +161,10 @@ def _json(read: Callable[[Request], Mapping[str, Any]]) -> Handler:
     """Answer with what a function reads from files, in a thread; 304 where the client has it."""
 
     async def handler(request: Request) -> Response:
-        content = await asyncio.to_thread(lambda: _written(read(request)))
+        content = await asyncio.to_thread(lambda: written(read(request)))
         return _tagged(request, content, "application/json")
 
     return _answered(handler)
-
-
-def _written(value: Any) -> bytes:
-    """Write JSON that any text fits in, half characters too; numbers that JSON lacks are null."""
-    try:
-        text = json.dumps(value, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        text = json.dumps(_without_nan(value), allow_nan=False, separators=(",", ":"))
-    return text.encode()
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value - value == 0 else None
-    if isinstance(value, Mapping):
-        return {name: _without_nan(each) for name, each in value.items()}
-    return [_without_nan(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _tagged(request: Request, content: bytes, kind: str) -> Response:
@@ -292,6 +276,7 @@ def _rollouts(watched: Watched, request: Request) -> Mapping[str, Any]:
         where=query.get("where", ""),
         least=_bound(request, "least"),
         most=_bound(request, "most"),
+        without=query.get("without", "") not in ("", "0"),
         offset=_asked(request, "offset", 0) or 0,
         limit=_asked(request, "limit", 50) or 0,
     )
@@ -321,7 +306,10 @@ def _evaluation(watched: Watched, request: Request) -> Mapping[str, Any]:
 
 
 def _compare(watched: Watched, request: Request) -> Mapping[str, Any]:
-    return watched.compare([id for id in request.query_params.get("runs", "").split(",") if id])
+    ids = [id for id in request.query_params.get("runs", "").split(",") if id]
+    if not 2 <= len(set(ids)) <= 6 or len(set(ids)) != len(ids):
+        raise BadRequest("runs: give 2 to 6 different runs", param="runs")
+    return watched.compare(ids)
 
 
 def hosts_of(host: str) -> list[str]:

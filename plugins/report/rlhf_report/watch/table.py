@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 import rlhf_report.charts as charts
-from rlhf_report.pages import shown
 from rlhf_report.watch.watched import Watched
 
 SECONDS = 2.0
@@ -23,6 +23,13 @@ BARS = "▁▂▃▄▅▆▇█"
 STYLES = {"running": "green", "failed": "red", "finished": "", "stopped": "yellow"}
 METRICS = 3
 """Metrics of a run that are shown; the page has the rest."""
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters except tab and line feed, marks that reorder text, and surrogates, which cannot be encoded."""
+
+
+def shown(text: str) -> str:
+    """Show control characters and marks that reorder text as their escapes."""
+    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def show(directories: Sequence[Path]) -> None:
@@ -41,8 +48,8 @@ def show(directories: Sequence[Path]) -> None:
     console.print(table(watched.runs(), console.height - 4))
 
 
-def table(answer: Mapping[str, Any], most: int | None = None) -> Table:
-    """Make the table of what `Watched.runs` returned. most: runs that fit on the screen."""
+def table(answer: Mapping[str, Any], most: int | None = None) -> Group:
+    """Make the table of what `Watched.runs` returned, and below it what is wrong. most: runs that fit on the screen."""
     made = Table(expand=True, pad_edge=False, box=None, header_style="bold")
     for name in ("run", "state", "stage", "update", "left", "", "last values", "changed"):
         made.add_column(name, no_wrap=name != "last values", overflow="ellipsis")
@@ -51,11 +58,19 @@ def table(answer: Mapping[str, Any], most: int | None = None) -> Table:
         made.add_row(*_cells(run))
     if most is not None and len(runs) > most:
         made.add_row(Text(f"… {len(runs) - most:,} more"))
-    for problem in answer["problems"]:
-        made.add_row(Text(shown(problem), style="red"))
     if not runs:
         made.add_row(Text("no runs yet"))
-    return made
+    said = [Text(shown(problem), style="red") for problem in answer["problems"]]
+    notes = [note for note in map(_note, runs[:most]) if note is not None]
+    return Group(made, *notes, *said)
+
+
+def _note(run: Mapping[str, Any]) -> Text | None:
+    """Return what is wrong with a run, the worst thing alone; None where nothing is."""
+    said = run["error"] or run["alarm"] or (run["warnings"][-1] if run["warnings"] else "")
+    if not said:
+        return None
+    return Text(f"{shown(run['name'])}: {shown(said)}", style="red" if run["error"] else "yellow")
 
 
 def _cells(run: Mapping[str, Any]) -> list[Text]:
@@ -65,10 +80,7 @@ def _cells(run: Mapping[str, Any]) -> list[Text]:
         f"{name}\u00a0{charts.quantity(value, name)}"
         for name, value in list(run["metrics"].items())[:METRICS]
     ]
-    said = run["error"] or (run["warnings"][-1] if run["warnings"] else "")
     last = Text("  ".join(map(shown, values)))
-    if said:
-        last.append(f"\n{shown(said)}", style="red" if run["error"] else "yellow")
     changed = datetime.fromtimestamp(run["changed"]).astimezone()
     is_today = changed.date() == datetime.now().astimezone().date()
     return [

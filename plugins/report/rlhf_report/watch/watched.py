@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,25 @@ from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, StageDirectory
 from rlhf_report.watch.comparing import compared
 from rlhf_report.watch.listing import RunList
-from rlhf_report.watch.places import find_runs, is_within
+from rlhf_report.watch.places import find_runs, is_within, run_id
+from rlhf_report.watch.results_view import results_of
 from rlhf_report.watch.rollout_view import (
+    MOST,
     Decode,
     Sampled,
     WantedRollouts,
-    finish,
-    groups_of,
     in_order,
     page_of,
     read_arrays,
     read_sampled,
     read_values,
-    rewards_of,
     texts_of_tokens,
     tokens,
+    updates_per_rollout,
 )
 from rlhf_report.watch.rows_view import DataRows, evaluation_of, evaluations_of, model_of, rows_of
-from rlhf_report.watch.run_view import WatchedRun, updates_per_rollout
-from rlhf_report.watch.search_index import SORTS, SearchIndex
+from rlhf_report.watch.run_view import WatchedRun
+from rlhf_report.watch.search_index import SearchIndex
 
 MOST_OPEN = 8
 """Runs whose metrics are kept in memory."""
@@ -47,10 +46,11 @@ Json = dict[str, Any]
 
 
 class Watched:
-    """The runs below some directories. Every method is safe to call from several threads."""
+    """Some runs, and those below some directories. Every method is safe to call from several threads."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
+    def __init__(self, directories: Sequence[Path] = (), runs: Sequence[Path] = ()) -> None:
         self.directories = [directory.expanduser().absolute() for directory in directories]
+        self._given = {run_id(run.absolute()): run.absolute() for run in runs}
         self._list = RunList()
         self._lock = threading.Lock()
         self._searching = threading.Lock()
@@ -63,7 +63,7 @@ class Watched:
         """List the runs, the one that changed last first."""
         problems: list[str] = []
         with self._lock:
-            entries = self._list.refresh(find_runs(self.directories, problems))
+            entries = self._list.refresh(self._given | find_runs(self.directories, problems))
         return {"runs": scrub_all(entries), "problems": problems}
 
     def run(self, id: str) -> Json:
@@ -85,6 +85,15 @@ class Watched:
             return {"rows": rows[start:]}
         kept = ("step", "time", "num_tokens", *names)
         return {"rows": [{name: row[name] for name in kept if name in row} for row in rows[start:]]}
+
+    def results(self, id: str, stage: str) -> Json:
+        """Describe what a stage came to."""
+        run = self._run(id)
+        name = self._stage(run, stage).name
+        with run.lock:
+            found = run.reported(run.open()).stage(name)
+            assert found is not None
+            return dict(scrub_all(results_of(found)))
 
     def rollouts(self, id: str, stage: str, update: int | None, wanted: WantedRollouts) -> Json:
         """Describe an update's rollout; without an update, search in the completions of the whole stage."""
@@ -108,42 +117,23 @@ class Watched:
         index = SearchIndex(files)
         with self._searching:
             index.refresh(files)
-        filters = wanted.finish or (wanted.where and (wanted.least is not None or wanted.most is not None))
-        if filters or wanted.sort.removeprefix("-") not in SORTS:
-            found = index.find(wanted.search, "order")
-            groups, rollouts = self._found(files, found, replace(wanted, sort="order"))
-            groups = in_order(groups, wanted.sort)
-            total = len(groups)
-            groups = groups[wanted.offset : wanted.offset + wanted.limit]
+        found = index.find(wanted.search, wanted.sort)
+        end = wanted.offset + min(wanted.limit, MOST)
+        if wanted.finish or (wanted.where and wanted.is_bounded):
+            every = (wanted.of(group) for group in index.groups(found))
+            kept = in_order([group for group in every if group["completions"]], wanted.sort)
+            total, groups = len(kept), kept[wanted.offset : end]
         else:
-            found = index.find(wanted.search, wanted.sort)
-            total = len(found)
-            groups, rollouts = self._found(files, found[wanted.offset : wanted.offset + wanted.limit], wanted)
-        samples = [sample for rollout in rollouts for sample in rollout.samples]
+            total, groups = len(found), list(map(wanted.of, index.groups(found[wanted.offset : end])))
+        ones = [one for group in groups for one in group["completions"]]
         return {
             "rollout": None,
             "update": None,
             "total": total,
-            "finishes": list(dict.fromkeys(map(finish, samples))),
-            "rewards": rewards_of(samples),
+            "finishes": list(dict.fromkeys(one["finish"] for one in ones)),
+            "rewards": list(dict.fromkeys(name for one in ones for name in one["rewards"])),
             "groups": groups,
         }
-
-    def _found(
-        self, files: StageDirectory, places: Sequence[tuple[int, int]], wanted: WantedRollouts
-    ) -> tuple[list[Json], list[Sampled]]:
-        """Read the groups, (rollout, group), that the index has found, in their order, and the rollouts they are of."""
-        times = updates_per_rollout(files)
-        rollouts: list[Sampled] = []
-        groups: dict[tuple[int, int], Json] = {}
-        for number in dict.fromkeys(number for number, _ in places):
-            rollout = read_sampled(files, number * times + 1)
-            if rollout is None:
-                continue
-            rollouts.append(rollout)
-            for group in groups_of(rollout, replace(wanted, sort="order")):
-                groups[number, group["completions"][0]["index"] // rollout.group] = group
-        return [groups[place] for place in places if place in groups], rollouts
 
     def tokens(self, id: str, stage: str, number: int, index: int) -> Json:
         """Describe the tokens of a completion of a rollout."""
@@ -182,9 +172,7 @@ class Watched:
         return {"events": [event for event in events if _time(event) > after]}
 
     def compare(self, ids: Sequence[str]) -> Json:
-        """Compare two to six runs."""
-        if not 2 <= len(set(ids)) <= 6 or len(set(ids)) != len(ids):
-            raise BadRequest("runs: give 2 to 6 different runs", param="runs")
+        """Compare runs."""
         return compared([self._run(id) for id in ids])
 
     def _run(self, id: str) -> WatchedRun:
@@ -192,7 +180,7 @@ class Watched:
         with self._lock:
             run = self._open.get(id)
             if run is None:
-                path = find_runs(self.directories, []).get(id)
+                path = self._given.get(id) or find_runs(self.directories, []).get(id)
                 if path is None:
                     raise BadRequest("there is no such run, or not any more", status=404)
                 run = WatchedRun(id, path)
