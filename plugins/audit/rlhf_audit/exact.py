@@ -16,7 +16,7 @@ from rlhf_audit.policies import KeptPolicies
 from rlhf_audit.sampling import far_problem, ids_of_text, test_sums
 from rlhf_audit.subject import Subject
 from rlhf_core import SAMPLER, InputError, RunError, SamplerInputs, Stage
-from rlhf_core.rollouts import Rollout
+from rlhf_core.rollouts import Rollout, SamplingTest
 from rlhf_core.rollouts.sampling_test import sum_moments
 
 LAGS = (1, 2, 3)
@@ -85,7 +85,7 @@ class ExactChecks:
         for entry in self.subject.rollouts():
             rollout = entry.rollout
             version = int(np.asarray(rollout.samples.version).max())
-            tokens = sampled_tokens(rollout)
+            tokens = SamplingTest.sampled(rollout)
             if version not in policies.places or not tokens.any():
                 continue
             try:
@@ -112,17 +112,28 @@ class ExactChecks:
             return skipped(name, read)
         if self.subject.filtered:
             return skipped(name, f"{self.subject.filtered} draws from another distribution than the policy's")
-        if self.subject.option("dynamic_sampling") is not None:
+        if any(each.rollout.rounds > 1 and each.rollout.dropped is None for each in read):
             return skipped(
-                name, "dynamic_sampling drops groups by their rewards, which the journal does not have"
+                name, "the journal lacks the groups that dynamic_sampling dropped by their rewards"
             )
         tolerance = float(self.subject.option("limits.surprisal_gap") or 0.0)
-        sums = {each.rollout.number: _sums(each, tolerance) for each in read}
+        sums = {each.rollout.number: self._sums(each, tolerance) for each in read}
         tested = test_sums(name, self.subject, sums)
         number = f"{tested.number}, {len(read)} of {len(self.subject.numbers)} rollouts"
         if not tolerance:
             return skipped(name, "limits.surprisal_gap = 0: the bets have no tolerance for rounding", number)
         return Check(name, tested.verdict, number, tested.why, tested.where, tested.values)
+
+    def _sums(self, each: Read, tolerance: float) -> NDArray[np.float64]:
+        """Sum the moments of what a rollout sampled, dropped groups included, by engine and version."""
+        assert isinstance(self.policies, KeptPolicies)
+        places, moments = [_places(each.rollout, each.version, each.tokens)], [each.moments]
+        if (dropped := each.rollout.dropped) is not None:
+            tokens = SamplingTest.sampled(dropped)
+            places.append(_places(dropped, each.version, tokens))
+            moments.append(self.policies.moments(each.version, dropped, tokens))
+        joined = {name: np.concatenate([part[name] for part in moments]) for name in each.moments}
+        return sum_moments(np.concatenate(places), joined, tolerance)
 
     def policy_that_sampled(self) -> Check:
         """Compare what the sampler said of its tokens with what every kept policy thinks of them.
@@ -242,16 +253,10 @@ class ExactChecks:
         return sampler(model.params, prompts, jax.random.key(rollout.number))
 
 
-def sampled_tokens(rollout: Rollout) -> NDArray[np.bool_]:
-    """Mark every token that the sampler drew, bool [N, C], those of failed episodes included, which no mask has."""
-    said = rollout.conversations
-    if said is None:
-        return np.asarray(rollout.samples.mask, np.bool_)
-    sampled = np.zeros(rollout.samples.mask.shape, np.bool_)
-    for row, turns in zip(sampled, said.turns, strict=True):
-        for turn in turns:
-            row[turn.start : turn.end] = True
-    return sampled
+def _places(rollout: Rollout, version: int, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the engine of each of these tokens, bool [N, C], beside the version: int64 [tokens, 2]."""
+    engines = np.asarray(rollout.samples.engine)[np.nonzero(tokens)[0]]
+    return np.stack([engines, np.full(len(engines), version)], axis=1).astype(np.int64)
 
 
 def _nearest(compared: Sequence[Distances]) -> tuple[str, float] | None:
@@ -266,13 +271,6 @@ def _nearest(compared: Sequence[Distances]) -> tuple[str, float] | None:
         return None
     best = max(found, key=lambda what: found[what])
     return best, found[best]
-
-
-def _sums(each: Read, tolerance: float) -> NDArray[np.float64]:
-    """Sum the moments of a rollout by engine, float64 [engines, 11], with the columns of `test_sums`."""
-    engines = np.asarray(each.rollout.samples.engine)[np.nonzero(each.tokens)[0]]
-    places = np.stack([engines, np.full(len(engines), each.version)], axis=1)
-    return sum_moments(places, each.moments, tolerance)
 
 
 def log_at_most(theirs: int, total: int, ours: int, drawn: int) -> float:

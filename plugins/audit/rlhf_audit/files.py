@@ -284,8 +284,15 @@ def logged_rewards(subject: Subject) -> Check:
         return skipped(name, reason or "fewer than two rollouts, or nothing was logged")
     means = {}
     for entry in subject.rollouts():
-        total = entry.rollout.total
-        means[entry.rollout.number] = (float(np.nansum(total)), int((~np.isnan(total)).sum()))
+        rollout = entry.rollout
+        if rollout.rounds > 1 and rollout.dropped is None:
+            return skipped(
+                name, "metrics are over groups that the journal does not have: dynamic_sampling dropped them"
+            )
+        total = rollout.total
+        if rollout.dropped is not None:
+            total = np.concatenate([total, rollout.dropped.total])
+        means[rollout.number] = (float(np.nansum(total)), int((~np.isnan(total)).sum()))
     compared, before, worst = 0, 0, 0.0
     for row in subject.stage.metrics:
         step, said = row.get("step"), row.get("reward")
@@ -311,8 +318,6 @@ def _not_comparable(subject: Subject) -> str:
     """Return why logged rewards are not those of the journal."""
     if not subject.numbers:
         return "there is no journal"
-    if subject.option("dynamic_sampling") is not None:
-        return "with dynamic_sampling, metrics are over groups that the journal does not have"
     if subject.option("environment") is not None:
         return "metrics of episodes leave out those that failed"
     return ""
