@@ -37,6 +37,7 @@ from rlhf_core import (
 )
 from rlhf_core.config import TrainerConfig
 from rlhf_core.data import Source
+from rlhf_core.fit import TreeReader
 from rlhf_core.fit.batches import (
     KNOWN_UPDATES,
     ExampleUpdates,
@@ -209,7 +210,7 @@ def policy_update(task: works.Task, directory: Path) -> tuple[Objective, UpdateS
         config,
         collector,
         stage.registry.get(ADVANTAGE, config.advantage.name, **config.advantage.options),
-        PolicyReader(config, logps, reference, layout, mesh),
+        PolicyReader(config, logps, reference, partial(TreeReader, layout=layout, mesh=mesh, per="token")),
         layout,
     )
     updates = RolloutUpdates(context, collector, layout, steps, reference=reference)

@@ -1,6 +1,7 @@
 """GRPO's updates with a NumPy sampler and a formula for a policy, which need no programs."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from rlhf_grpo import GRPOConfig
 from rlhf_grpo.train import GRPOSteps, PolicyReader, _sampled
 
 from rlhf_core import ADVANTAGE, data, installed_registry
+from rlhf_core.fit import TreeReader
 from rlhf_core.packing import Layout
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutUpdates
 from rlhf_core.sampling import Rollouts
@@ -83,7 +85,8 @@ def maker(tiny, tmp_path):
             reference = SimpleNamespace(
                 params=reference, apart=True, equals=lambda params: False, moves=False
             )
-        policies = PolicyReader(config, logps_and_entropies, reference, LAYOUT, tiny.one_device())
+        reader = partial(TreeReader, layout=LAYOUT, mesh=tiny.one_device(), per="token")
+        policies = PolicyReader(config, logps_and_entropies, reference, reader)
         scaled = installed_registry().get(ADVANTAGE, "group", scale=config.scale_rewards)
         steps = GRPOSteps(config, collector, advantage or scaled, policies, LAYOUT)
         context = OnDevices(config, stage)

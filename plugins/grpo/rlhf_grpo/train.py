@@ -76,7 +76,8 @@ def build(config: GRPOConfig, context: Context) -> Build:
     moments = partial(trained_moments, model.definition, temperature=temperature)
     test = SamplingTest(collector, config.sampling_test)
     drawn = None if test.keep is None else partial(moments, keep=test.keep)
-    policies = PolicyReader(config, logps, reference, layout, context.mesh, collector.routes, moments, drawn)
+    reader = partial(TreeReader, layout=layout, mesh=context.mesh, per="token", routes=collector.routes)
+    policies = PolicyReader(config, logps, reference, reader, moments, drawn)
     context.ahead(policies.compile, model.params)
     updates = RolloutUpdates(
         context,
@@ -327,8 +328,9 @@ class PolicyReader:
     names: of what `read` returns: `old_logps` where the policy moves during a rollout, `ref_logps`, `entropies`.
     moments: of what it returns besides, those of the sampling test where no update computes them.
 
-    logps, moments: (params, batch) → what `trained_logps` and `trained_moments` do; None: there is no sampling test.
-    drawn: as moments, of the distribution that tokens are drawn from, where that is another one.
+    reader: makes the `TreeReader` of a function. logps, moments: (params, batch) → what `trained_logps` and
+    `trained_moments` do; None: there is no sampling test. drawn: as moments, of the distribution that tokens are drawn
+    from, where that is another one.
     """
 
     def __init__(
@@ -336,9 +338,7 @@ class PolicyReader:
         config: GRPOConfig,
         logps: Logps,
         reference: Reference | None,
-        layout: Layout,
-        mesh: Any,
-        routes: jax.ShapeDtypeStruct | None = None,
+        reader: Callable[[Callable[[Any, Packed], Any]], TreeReader],
         moments: Callable[..., Moments] | None = None,
         drawn: Callable[..., Moments] | None = None,
     ) -> None:
@@ -350,16 +350,12 @@ class PolicyReader:
         )
         reads_moments = moments is not None and config.sampling_test.read_by == "rollout"
         self.moments = Moments.names() if reads_moments else ()
-        self._reader, self._moments, self._drawn = (
-            TreeReader(partial(read_values, logps, of, names), layout, mesh, per="token", routes=routes)
-            for of, names in (
-                (moments if reads_moments else None, (*self.names, *self.moments)),
-                (moments, Moments.names()),
-                (drawn, Moments.names()),
-            )
-        )
-        if drawn is None:
-            self._drawn = self._moments
+        whole = moments if reads_moments else None
+        self._reader = reader(partial(read_values, logps, whole, (*self.names, *self.moments)))
+        self._moments = reader(partial(read_values, logps, moments, Moments.names()))
+        self._drawn = self._moments
+        if drawn is not None:
+            self._drawn = reader(partial(read_values, logps, drawn, Moments.names()))
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""
