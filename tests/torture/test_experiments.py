@@ -23,7 +23,9 @@ def test_an_experiment_has_a_share_of_a_budget(name: str) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_can_be_planted(mutant: Mutant) -> None:
-    compile(planted(mutant), mutant.file, "exec")
+    text = planted(mutant)  # raises where what it replaces is not there
+    if mutant.file.endswith(".py"):
+        compile(text, mutant.file, "exec")
     assert names([mutant.experiment])
 
 
