@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_core.contracts import Forecast
 from rlhf_core.fit.actions import Action, Moment
-from rlhf_core.runtime.files import attempt
+from rlhf_core.runtime.files import write_atomic
 from rlhf_core.runtime.machine import format_bytes
 
 if TYPE_CHECKING:
@@ -70,15 +70,7 @@ def write_row_losses(path: Path, values: UpdateValues) -> None:
         arrays["source"] = np.array([files.index(name) for name, _ in named], np.int16)
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]
-    attempt(lambda: _write(path, content.getvalue()), path.name, path)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file as a whole. The disk is not waited for: nothing depends on what a power cut takes."""
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    write_atomic(path, content.getvalue())
 
 
 def forecast_row_losses(config: TrainerConfig, updates: ExampleUpdates) -> Forecast:
