@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
 
 class Distances(NamedTuple):
-    """How far what the sampler said of a rollout's tokens is from policies.
+    """The distance of the log-probabilities that the sampler reported for a rollout from those of policies.
 
     own: of the journal's, nats, float64 [tokens]. others: the version of each hypothesis. gains: {version: by how much
     it is nearer, nats, float64 [completions]}.
@@ -125,7 +125,7 @@ class ExactChecks:
         return Check(name, tested.verdict, number, tested.why, tested.where, tested.values)
 
     def _sums(self, each: Read, tolerance: float) -> NDArray[np.float64]:
-        """Sum the moments of what a rollout sampled, dropped groups included, by engine and version."""
+        """Sum the moments of all tokens sampled for a rollout, dropped groups included, by engine and version."""
         assert isinstance(self.policies, KeptPolicies)
         places, moments = [_places(each.rollout, each.version, each.tokens)], [each.moments]
         if (dropped := each.rollout.dropped) is not None:

@@ -117,7 +117,8 @@ function completions({ title, updates, sides, same_prompts: isSamePrompts, group
 function pair(side, { key, isBoth, isSamePrompts, group, updates }) {
   const [before, after] = side.means ?? [null, null];
   const hasBoth = before !== null && after !== null;
-  const change = !hasBoth || before === after ? null : el("span", {}, after > before ? "▲ higher" : "▼ lower");
+  const isSame = !hasBoth || number(before) === number(after); // rounding is no change
+  const change = isSame ? null : el("span", {}, after > before ? "▲ higher" : "▼ lower");
   const mean = (value) => (group > 1 && value !== null ? el("span", {}, `mean of ${group}: ${number(value)}`) : null);
   const one = (shown, name, facts) => {
     if (!shown) return null;
