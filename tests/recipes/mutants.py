@@ -9,9 +9,9 @@
     python tests/recipes/mutants.py --record            write them to mutants.found.toml
     python tests/recipes/mutants.py --draw 40 --seed 3  print other changes, drawn by lines, as entries of mutants.toml
 
-mutants.toml has the list. A mutant's first tests are those of its own package. Where all of them pass, the tests that
-execute the changed statement follow: those of `make test`, then those that `make test-long` adds. One run of all tests
-with a probe in each of these statements finds them.
+mutants.toml has the list. One run of the tests with a probe in each changed statement tells which of them execute it.
+Those are what a mutant is tried with: first those of its own package, then the others, then those that `make test-long`
+adds, which a run of their own finds.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ RESULTS, PROBED = ROOT / ".cache/recipes/mutants.json", ROOT / ".cache/recipes/p
 PROGRAMS = ROOT / ".cache/recipes/programs"
 PRODUCT = ("rlhf_core/", "plugins/")
 OWN, ANY, LONG, SURVIVED = "its own package", "another's tests", "make test-long alone", "no test"
-PENDING = "not its own package; another's tests are to follow"
-SHORT = "not exhaustive and not long and not launchers and not engines"
-MARKS = {ANY: SHORT, LONG: "long and not exhaustive"}
+PENDING = "not by make test; make test-long is to follow"
+SHORT = "not exhaustive and not long and not launchers and not engines and not pages"
+LONGER = "long and not exhaustive and not launchers and not engines and not pages"
 LONGEST = 600.0
 """Seconds without a test's end after which tests are ended; a mutant that they hang with is found."""
 PROBE = """
@@ -58,6 +58,18 @@ def hit(name):
         with open(os.environ["RLHF_PROBES"], "a", encoding="utf-8") as file:
             file.write(f"{name}\\t{test}\\n")
 """
+CHOSEN = """
+from pathlib import Path
+
+def pytest_collection_modifyitems(config, items):
+    wanted = Path(__file__).with_name("chosen.txt").read_text(encoding="utf-8").splitlines()
+    order = {test: place for place, test in enumerate(wanted)}
+    places = [order.get(item.nodeid, order.get(item.nodeid.partition("::")[0])) for item in items]
+    kept = sorted((place, at) for at, place in enumerate(places) if place is not None)
+    config.hook.pytest_deselected(items=[item for item, place in zip(items, places) if place is None])
+    items[:] = [items[at] for _, at in kept]
+"""
+"""A plugin of pytest that runs the tests and the files of chosen.txt, in that order."""
 
 
 class Mutant(NamedTuple):
@@ -114,17 +126,21 @@ def package_tests(file: str) -> list[str]:
 
 
 def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
-    """Run tests in a copy of the repository until one fails; return what it says, None where all pass."""
+    """Run tests in a copy of the repository until one fails; return what it says, None where all pass.
+
+    The rest of their files follow: what a fixture or a cached helper executed counts for the first test that used it.
+    """
+    files = dict.fromkeys(test.partition("::")[0] for test in tests)
+    (root / "chosen.txt").write_text("\n".join([*tests, *files]), encoding="utf-8")
+    (root / "rlhf_chosen.py").write_text(CHOSEN, encoding="utf-8")
     with tempfile.TemporaryDirectory() as directory:
-        arguments = Path(directory) / "tests.txt"
-        arguments.write_text("\n".join(tests), encoding="utf-8")
-        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, f"@{arguments}"]
+        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "rlhf_chosen", "-m", marks]
         # Programs are found by what they compute, so that no mutant gets another's.
         own = {**environment(root), "TMPDIR": directory, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
         printed = Path(directory) / "printed.txt"
         with printed.open("w", encoding="utf-8") as file:
             process = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, *command, *files],
                 cwd=root,
                 env=own,
                 stdout=file,
@@ -134,7 +150,7 @@ def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
         if not ends(process, printed):
             return f"hung: no test ended in {LONGEST:.0f} s"
         out = printed.read_text(encoding="utf-8", errors="replace")
-    # 5: none of the tests has these marks.
+    # 5: no test has these marks.
     if process.returncode in (0, 5):
         return None
     lines = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -164,22 +180,24 @@ def planted(mutant: Mutant) -> Iterator[Path]:
         yield root
 
 
-def try_own(mutant: Mutant) -> tuple[str, str]:
-    """Return whether the tests of its package find a mutant, and what the first of them says."""
-    tests = package_tests(mutant.file)
+def try_short(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+    """Return which of the tests of `make test` that execute a mutant's statement find it, and what the first says."""
+    own_files = package_tests(mutant.file)
+    own = [test for test in tests if test.partition("::")[0] in own_files]
+    others = [test for test in tests if test.partition("::")[0] not in own_files]
     with planted(mutant) as root:
-        message = run_tests(tests, SHORT, root) if tests else None
-    return (PENDING, "") if message is None else (OWN, message)
-
-
-def try_others(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
-    """Return which of the tests that execute its statement find a mutant, and what the first of them says."""
-    with planted(mutant) as root:
-        for where, marks in MARKS.items():
-            message = run_tests(tests, marks, root) if tests else None
+        for where, chosen in ((OWN, own), (ANY, others)):
+            message = run_tests(chosen, SHORT, root) if chosen else None
             if message is not None:
                 return where, message
-    return SURVIVED, ""
+    return PENDING, ""
+
+
+def try_long(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+    """Return whether tests that `make test-long` adds find a mutant, and what the first of them says."""
+    with planted(mutant) as root:
+        message = run_tests(tests, LONGER, root) if tests else None
+    return (SURVIVED, "") if message is None else (LONG, message)
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
@@ -216,15 +234,16 @@ def with_probes(text: str, probes: dict[str, int]) -> str:
     return "".join(lines)
 
 
-def probe() -> dict[str, list[str]]:
-    """Run all tests once with probes; return, for each mutant, the tests that execute its statement.
+def probe(marks: str) -> dict[str, list[str]]:
+    """Run the tests with these marks once, with probes; return, for each mutant, those that execute its statement.
 
-    A statement that is executed where its module is imported is reached by every test: it has all files, those that
-    name the module first.
+    A statement that is executed where its module is imported is reached by every test: it has all files, those of its
+    package first.
     """
     every: dict[str, dict[str, list[str]]] = json.loads(PROBED.read_text()) if PROBED.exists() else {}
-    if version() in every:
-        return every[version()]
+    key = f"{version()}: {marks}"
+    if key in every:
+        return every[key]
     by_file: dict[str, dict[str, int]] = {}
     for mutant in mutants():
         by_file.setdefault(mutant.file, {})[mutant.name] = mutant.line()
@@ -233,26 +252,26 @@ def probe() -> dict[str, list[str]]:
         (root / "rlhf_probe.py").write_text(PROBE)
         for file, probes in by_file.items():
             (root / file).write_text(with_probes((ROOT / file).read_text(encoding="utf-8"), probes))
-        command = ["-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider", "-m"]
-        own = {**environment(root), "RLHF_PROBES": out.name}
-        subprocess.run(
-            [sys.executable, *command, "not exhaustive and not launchers and not engines", "tests"],
-            cwd=root,
-            env=own,
-            check=False,
-        )
+        command = ["-m", "pytest", "-q", "-n", "2", "--dist", "load", "-p", "no:cacheprovider", "-m", marks]
+        own = {**environment(root), "RLHF_PROBES": out.name, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)}
+        subprocess.run([sys.executable, *command, "tests"], cwd=root, env=own, check=False)
         for line in out.read().splitlines():
             name, _, test = line.partition("\t")
             if name in hits and test not in hits[name]:
                 hits[name].append(test)
     files = git("ls-files", "tests/*/test_*.py").splitlines()
-    for name, tests in hits.items():
-        if "import" in tests:
-            hits[name] = files
-    every[version()] = hits
+    for mutant in mutants():
+        if "import" in hits[mutant.name]:
+            own_files = package_tests(mutant.file)
+            hits[mutant.name] = [*own_files, *(file for file in files if file not in own_files)]
+    every[key] = hits
     PROBED.parent.mkdir(parents=True, exist_ok=True)
     PROBED.write_text(json.dumps(every))
     return hits
+
+
+Attempt = Callable[[Mutant, list[str]], tuple[str, str]]
+"""A mutant and the tests that execute its statement → by whom it is found, and what the first test says."""
 
 
 class Results:
@@ -333,19 +352,21 @@ def main() -> None:
     chosen = [each for each in mutants() if each.name in options.names or not options.names]
     random.Random(0).shuffle(chosen)
 
-    def run(try_out: Callable[[Mutant], tuple[str, str]], todo: list[Mutant]) -> None:
+    def run(attempt: Attempt, todo: list[Mutant], reached: dict[str, list[str]]) -> None:
         def go_on(mutant: Mutant) -> None:
             if time.monotonic() < until:
-                results.keep(mutant.name, try_out(mutant))
+                results.keep(mutant.name, attempt(mutant, reached[mutant.name]))
 
         with ThreadPoolExecutor(options.workers) as pool:
             list(pool.map(go_on, todo))
 
-    run(try_own, [each for each in chosen if each.name not in results.found or options.names])
-    pending = [each for each in chosen if results.found.get(each.name, [""])[0] == PENDING]
-    if pending and time.monotonic() < until:
-        reached = probe()
-        run(lambda mutant: try_others(mutant, reached[mutant.name]), pending)
+    for attempt, marks in ((try_short, SHORT), (try_long, LONGER)):
+        before = "" if marks == SHORT else PENDING
+        todo = [each for each in chosen if results.found.get(each.name, [""])[0] == before]
+        if marks == SHORT and options.names:
+            todo = chosen
+        if todo and time.monotonic() < until:
+            run(attempt, todo, probe(marks))
     print(table(results.found))
 
 
