@@ -20,7 +20,6 @@ import argparse
 import ast
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ RESULTS, PROBED = ROOT / ".cache/recipes/mutants.json", ROOT / ".cache/recipes/p
 PROGRAMS = ROOT / ".cache/recipes/programs"
 PRODUCT = ("rlhf_core/", "plugins/")
 OWN, ANY, LONG, SURVIVED = "its own package", "another's tests", "make test-long alone", "no test"
-PENDING = "not by make test; make test-long is to follow"
+PENDING = "not by the tests of make test that execute it; others are to follow"
 SHORT = "not exhaustive and not long and not launchers and not engines and not pages"
 LONGER = "long and not exhaustive and not launchers and not engines and not pages"
 LONGEST = 600.0
@@ -125,13 +124,15 @@ def package_tests(file: str) -> list[str]:
     return sorted(every, key=lambda name: module not in (ROOT / name).read_text(encoding="utf-8"))
 
 
-def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
-    """Run tests in a copy of the repository until one fails; return what it says, None where all pass.
+def files_of(tests: list[str]) -> list[str]:
+    """Return the files of tests, each once."""
+    return list(dict.fromkeys(test.partition("::")[0] for test in tests))
 
-    The rest of their files follow: what a fixture or a cached helper executed counts for the first test that used it.
-    """
-    files = dict.fromkeys(test.partition("::")[0] for test in tests)
-    (root / "chosen.txt").write_text("\n".join([*tests, *files]), encoding="utf-8")
+
+def run_tests(tests: list[str], marks: str, root: Path) -> str | None:
+    """Run tests, or all of a file, in a copy of the repository until one fails; return what it says, else None."""
+    files = files_of(tests)
+    (root / "chosen.txt").write_text("\n".join(tests), encoding="utf-8")
     (root / "rlhf_chosen.py").write_text(CHOSEN, encoding="utf-8")
     with tempfile.TemporaryDirectory() as directory:
         command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "rlhf_chosen", "-m", marks]
@@ -194,10 +195,17 @@ def try_short(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
 
 
 def try_long(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
-    """Return whether tests that `make test-long` adds find a mutant, and what the first of them says."""
+    """Return whether the rest of `make test-long`, and of the files of these tests, finds a mutant, and what it says.
+
+    What a fixture or a cached helper executes counts for the first test that uses it, but others of its file may fail.
+    """
+    short = probe(SHORT)[mutant.name]
     with planted(mutant) as root:
-        message = run_tests(tests, LONGER, root) if tests else None
-    return (SURVIVED, "") if message is None else (LONG, message)
+        for where, marks, chosen in ((ANY, SHORT, files_of(short)), (LONG, LONGER, tests)):
+            message = run_tests(chosen, marks, root) if chosen else None
+            if message is not None:
+                return where, message
+    return SURVIVED, ""
 
 
 def statements(tree: ast.AST) -> Iterator[ast.stmt]:
@@ -350,7 +358,6 @@ def main() -> None:
         return
     until = time.monotonic() + 60 * options.budget
     chosen = [each for each in mutants() if each.name in options.names or not options.names]
-    random.Random(0).shuffle(chosen)
 
     def run(attempt: Attempt, todo: list[Mutant], reached: dict[str, list[str]]) -> None:
         def go_on(mutant: Mutant) -> None:
@@ -366,7 +373,8 @@ def main() -> None:
         if marks == SHORT and options.names:
             todo = chosen
         if todo and time.monotonic() < until:
-            run(attempt, todo, probe(marks))
+            reached = probe(marks)
+            run(attempt, sorted(todo, key=lambda each: len(reached[each.name])), reached)
     print(table(results.found))
 
 
