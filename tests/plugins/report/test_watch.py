@@ -43,7 +43,8 @@ class Page:
     """What a browser reads."""
 
     def __init__(self, *directories: Path, key: str | None = None) -> None:
-        self.client = TestClient(make_app(Watched(directories), key=key), base_url=ADDRESS)
+        self.watched = Watched(directories)
+        self.client = TestClient(make_app(self.watched, key=key), base_url=ADDRESS)
 
     def __call__(self, path: str, status: int = 200) -> Any:
         answer = self.client.get(f"/api/{path}")
@@ -55,6 +56,14 @@ class Page:
 
     def id(self, name: str) -> str:
         return str(self.runs()[name]["id"])
+
+    def alarm(self, name: str) -> str | None:
+        """Return what the list warns of once the run was read in the background."""
+        self.runs()
+        assert self.watched.judge is not None
+        self.watched.judge.wait(60)
+        alarm: str | None = self.runs()[name]["alarm"]
+        return alarm
 
 
 def rollout(number: int, word: str = "plain") -> Rollout:
@@ -305,7 +314,7 @@ def test_completions_are_sorted_filtered_and_found(run: Path, tmp_path: Path) ->
     after = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
     changed = {path for path in after if after[path] != before.get(path)}
     assert {path.name for path in changed} <= {"journal", "rollout-000001.zip"}
-    (index,) = (tmp_path / "cache/rlhf/watch").iterdir()
+    (index,) = (tmp_path / "cache/rlhf/watch").glob("*.sqlite")
     assert index.stat().st_mode & 0o77 == 0
     index.write_bytes(b"no database")
     assert page(f"{address}?search=straw")["total"] == PROMPTS
@@ -545,10 +554,23 @@ FLAT = {"reward": 1 + NOISE, "entropy": 1 + NOISE, "kl": UPDATES / 400, "loss": 
             FLAT | {"reward": 1 + NOISE + UPDATES / 40, "entropy": 0.9**UPDATES},
             None,
         ),  # it has learnt its task
-        (FLAT | {"reward": 1 + NOISE - UPDATES / 40}, "The reward fell from 0.8875 in the first quarter"),
+        (
+            FLAT | {"reward": 1 + NOISE - UPDATES / 40},
+            "0.0975 nats per token at most, so its steps were not too",
+        ),
         (FLAT | {"entropy": 0.9**UPDATES}, "collapsed: its entropy went from 1 nats per token to 0.02"),
-        (FLAT | {"kl": UPDATES / 20}, "1.725 nats per token away from the reference, and no better for it."),
-        ({"loss": 1 + NOISE + UPDATES / 40}, "The training loss rose from 1.113 to 1.863"),
+        (
+            FLAT | {"kl": UPDATES / 20},
+            "1.725 nats per token away from the reference, and no better for it. By update 4 ",
+        ),
+        (
+            FLAT | {"kl": UPDATES**2 / 1000},
+            "It drifted: by update 12 it was more than 0.1 nats per token away",
+        ),
+        (
+            {"loss": 1 + NOISE + UPDATES / 40},
+            "The training loss rose from 1.113 in the first quarter of the updates to 1.863 in the last.",
+        ),
         ({"loss": 1 + NOISE + 4 * (abs(UPDATES - 5) < 3)}, "leapt from 1.1 to 5.03"),
         ({"loss": 2 - UPDATES / 40}, None),
         (
@@ -562,6 +584,18 @@ FLAT = {"reward": 1 + NOISE, "entropy": 1 + NOISE, "kl": UPDATES / 400, "loss": 
         (
             FLAT | {"reward": 1 + UPDATES / 40, "kl": UPDATES**2 / 2000},
             "while the KL to the reference ran away",
+        ),
+        (
+            FLAT | {"completions/clipped_ratio": LATE * 0.9},
+            "90% of the completions are cut at the limit, against 0%",
+        ),
+        (
+            {"loss": 2 - UPDATES / 40, "accuracy": 0.5 + NOISE / 4},
+            "the chosen reply has the higher score in 50.0% of",
+        ),
+        (
+            {"loss": 2 - UPDATES / 40, "accuracy": 0.9 + NOISE / 4, "eval_accuracy": 0.1 + NOISE / 4},
+            "but in 7.5% of the held-out ones: one of the two has chosen and rejected the wrong way round",
         ),
         (FLAT | {"frac_reward_zero_std": LATE * 0.9}, "In 90% of the last groups all rewards are equal"),
         (FLAT | {"rewards/r/unscored": (UPDATES == 7) * 0.4}, "without a score, 40.0% of those of update 8"),
@@ -581,10 +615,12 @@ def test_what_went_wrong_is_said_and_nothing_where_all_is_well(
     write(run / "policy/metrics.jsonl", [{n: None if v != v else v for n, v in row.items()} for row in rows])
     page = Page(run)
     alarm = page.runs()["first"]["alarm"]
-    found = page(f"runs/{page.id('first')}")["stages"][1]["verdict"]
-    warned = [each for each in found if each["tone"] == "warning"]
+    assert page.alarm("first") == alarm, "the ends of short files are the whole"
+    stage = page(f"runs/{page.id('first')}")["stages"][1]
+    warned = [each for each in stage["verdict"] if each["tone"] == "warning"]
     if said is None:
         assert (warned, alarm) == ([], None)
+        assert len(stage["checked"]) > 1
         return
     assert said in warned[0]["text"]
     assert alarm == warned[0]["text"]
@@ -603,9 +639,10 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     data = [tmp_path / f"{name}.jsonl" for name in ("train", "held_out")]
     for path, first in zip(data, (0, 6), strict=True):
         write(path, [{"prompt": f"question {i}"} for i in range(first, first + 10)])
-    spec = json.loads((run / "policy/stage.json").read_text())
+    stage = run / "policy"
+    spec = json.loads((stage / "stage.json").read_text())
     spec["config"] |= {"train_data": str(data[0]), "eval_data": {"few": str(data[1])}}
-    (run / "policy/stage.json").write_text(json.dumps(spec))
+    (stage / "stage.json").write_text(json.dumps(spec))
     rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(9)]
     write(run / "policy/metrics.jsonl", rows)
     (run / "audit.json").write_text('{"stages": {"policy": [{"name": "x", "verdict": "pass"}, 3], "rm": 4}}')
@@ -617,11 +654,24 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     assert "4 of 10 held-out prompts are in the training data, too" in said
     assert "Longer completions have the higher rewards" in said
     assert "length explains 100% of the differences" in said
-    assert "left without a score all have “red”" in said
+    assert "without a score. All of them have “red”, which none of" in said
     see = next(see for text, see in found.items() if "“red”" in text)
     shown = page(f"runs/{id}/policy/rollouts?update=1&where=judge&without=1")
     assert see["query"] == {"where": "judge", "without": "1"}
     assert [group["row"] for group in shown["groups"]] == [0]
+    (stage / "evaluations").mkdir(exist_ok=True)
+    held_out = [{"row": 1, "reward": 1.0}, {"row": 5, "reward": 2.0}]
+    write(stage / "evaluations/000009.json", [{"rows": held_out}])
+    leaks = [row.get("leak") for row in page(f"runs/{id}/policy/evaluations/9")["rows"]]
+    assert leaks == ["train.jsonl row 7", None]
+    first = "4 of 10 held-out prompts are in the training data, too"
+    assert page.runs()["first"]["alarm"].startswith("Reward judge left")
+    assert page.alarm("first").startswith(first)
+    assert Page(run).runs()["first"]["alarm"].startswith(first), "it was kept"
+    for kept in (tmp_path / "cache/rlhf/watch").glob("*.json"):
+        assert kept.stat().st_mode & 0o77 == 0
+        kept.write_text('{"alarm": 3}')
+    assert Page(run).alarm("first").startswith(first)
     checks = [{"name": "rewards", "verdict": "FAIL", "why": "0.5 apart"}, {"name": "x", "verdict": "pass"}]
     (run / "audit.json").write_text(json.dumps({"stages": {"policy": checks}}))
     os.utime(run / "audit.json", (1, 1))

@@ -29,19 +29,23 @@ from rlhf_report.run_reader import (
     stage_state,
 )
 from rlhf_report.watch.columns import Columns
-from rlhf_report.watch.evidence import AUDIT, FileEvidence
+from rlhf_report.watch.evidence import FileEvidence
 from rlhf_report.watch.growing import GrowingRows
+from rlhf_report.watch.leaks import Leaked
 from rlhf_report.watch.listing import (
+    AUDIT,
     Fingerprint,
+    file_mark,
     fingerprint,
     finite,
     important,
     seconds_left,
+    stage_mark,
     state_of,
 )
 from rlhf_report.watch.places import links_that_leave
 from rlhf_report.watch.rollout_view import updates_per_rollout
-from rlhf_report.watch.verdicts import verdict
+from rlhf_report.watch.verdicts import Sentence, verdict
 
 KEY = 8
 """Metrics of a stage that are shown first."""
@@ -60,7 +64,7 @@ class WatchedRun:
     _mark: Fingerprint = ()
     _opened: tuple[Fingerprint, RunDirectory] | None = None
     _answer: dict[str, Any] = field(default_factory=dict)
-    _verdicts: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
+    _verdicts: dict[str, tuple[Any, list[Sentence]]] = field(default_factory=dict)
     _evidence: dict[str, FileEvidence] = field(default_factory=dict)
 
     def open(self) -> RunDirectory:
@@ -74,7 +78,7 @@ class WatchedRun:
 
     def _now(self) -> Fingerprint:
         """Identify the content of the run's files, and those that its folders have."""
-        return (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
+        return fingerprint(self.path)
 
     def _note(self, error: Damaged) -> None:
         self.problems[described(error)] = None
@@ -179,6 +183,7 @@ class WatchedRun:
         left = None
         if stage.state == "running" and stage.planned is not None:
             left = seconds_left(rows, stage.planned)
+        sentences = self._verdict(stage)
         return {
             "name": stage.name,
             "trainer": stage.trainer,
@@ -190,7 +195,8 @@ class WatchedRun:
             "facts": list(stage.facts),
             "next": _next_command(stage, run),
             "seconds_left": left,
-            "verdict": self._verdict(stage, stage.updates),
+            "verdict": [asdict(each) for each in sentences if each.tone != "checked"],
+            "checked": [each.text for each in sentences if each.tone == "checked"],
             "key": [name for name in important(names) if not name.startswith(charts.EVAL)][:KEY],
             "metrics": names,
             "charts": shown_charts(names),
@@ -201,21 +207,27 @@ class WatchedRun:
             "evaluations": list(files.evaluations),
         }
 
-    def _verdict(self, stage: ReportedStage, update: int) -> list[dict[str, Any]]:
+    def _verdict(self, stage: ReportedStage) -> list[Sentence]:
         """Return the sentences of a stage; they are made again where it has logged or been evaluated since."""
-        mark = (update, stage.state, _newest_files(stage.files.dir), len(stage.files.evaluations))
+        mark = (stage.state, stage_mark(stage.files.dir), file_mark(self.path / AUDIT))
         known = self._verdicts.get(stage.name)
         if known is None or known[0] != mark:
             problems: list[str] = []
             try:
-                evidence = self._evidence.setdefault(stage.name, FileEvidence()).sentences(stage)
-                known = (mark, [asdict(each) for each in verdict(stage, problems, evidence)])
+                known = (mark, verdict(stage, problems, self._files(stage.name).sentences(stage)))
             except Exception as error:  # evaluations may hold anything
                 known = (mark, [])
                 problems.append(f"{stage.name}: no verdict: {error}")
             self.problems |= dict.fromkeys(problems)
             self._verdicts[stage.name] = known
         return known[1]
+
+    def leaks(self, stage: StageDirectory) -> Leaked:
+        """Return which held-out prompts of a stage the training data have, too."""
+        return self._files(stage.name).leaks.of(stage)
+
+    def _files(self, stage: str) -> FileEvidence:
+        return self._evidence.setdefault(stage, FileEvidence())
 
 
 def read_run(path: str | Path) -> ReportedRun:
@@ -272,18 +284,6 @@ def number_of(row: Mapping[str, Any], name: str) -> float | None:
     """Return a number of a row; None where it has none."""
     value = finite(row.get(name))
     return None if value is None or abs(value) > LARGEST else value
-
-
-def _newest_files(stage: Path) -> tuple[int, ...]:
-    """Return when files were last added to the folders of a stage, and when the run was audited."""
-    marks = []
-    folders = [stage / name for name in ("journal", "evaluations", "samples", "rows", "values")]
-    for path in (*folders, stage.parent / AUDIT):
-        try:
-            marks.append(path.stat().st_mtime_ns)
-        except OSError:
-            marks.append(0)
-    return tuple(marks)
 
 
 def _toml(run: ReportedRun) -> str:

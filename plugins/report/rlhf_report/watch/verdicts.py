@@ -11,7 +11,7 @@ import numpy as np
 import rlhf_report.samples as samples
 from rlhf_report.charts import number
 from rlhf_report.run_reader import Points, ReportedStage
-from rlhf_report.summary import summary, t_quantile
+from rlhf_report.summary import ACCURACIES, summary, t_quantile
 
 LEAST = 8
 """Logged rows below which nothing is said of a trend."""
@@ -21,6 +21,8 @@ KL_GROWN, KL_LARGE = 3.0, 0.1
 """The last quarter's mean KL over the second quarter's, and nats per token, from which both together are said."""
 FAR = 1.0
 """Nats per token to the reference that no useful policy is away: its tokens are e times as likely as they were."""
+SOON = 10
+"""Updates within which a policy that gets `KL_LARGE` away has steps that are too large; one that drifts takes more."""
 COLLAPSED = 0.1
 """The last quarter's mean entropy over the first value, below which a policy has collapsed that is far or no better."""
 ERRORS = 3.0
@@ -29,26 +31,40 @@ LEAPT = 2.0
 """The mean loss of three logged rows over the first one: a loss begins at what guessing gives; a row is noisy."""
 EQUAL = 0.8
 """The share of groups with equal rewards from which it is said that nothing is learnt."""
+CUT = 0.5
+"""The share of the last quarter's completions that are cut, from which it is said."""
+GUESSED, REVERSED = 0.55, 0.4
+"""The accuracy of training pairs below which nothing was learnt, and of held-out pairs, below which they disagree."""
 EVIDENCE = 9.0
 """log10 of the evidence against the sampler from which it is said: one in a billion by chance."""
+
+HARM, DOUBT, NOTE = 3, 2, 1
+"""Weights of warnings: training did harm; the result may not be what it seems; worth knowing."""
 
 
 @dataclass(frozen=True)
 class Sentence:
     """A sentence of a verdict.
 
-    tone: "warning" for what may be wrong. see: where it shows, the `kind` of a view, "update", "rows" or "evaluation",
-    the `update`, of those that were kept the nearest, and the `query` of its address; None without one.
+    tone: "warning" for what may be wrong, "checked" for what was looked at and found well. see: where it shows, the
+    `kind` of a view, "update", "rows" or "evaluation", the `update`, of those that were kept the nearest, and the
+    `query` of its address; None without one. weight: of a warning, the heaviest comes first.
     """
 
     text: str
-    tone: Literal["", "warning"] = ""
+    tone: Literal["", "warning", "checked"] = ""
     see: Mapping[str, Any] | None = None
+    weight: int = 0
 
 
-def warn(text: str, kind: str = "", update: float | None = None, **query: str) -> Sentence:
+def warn(text: str, weight: int, kind: str = "", update: float | None = None, **query: str) -> Sentence:
     """Make a sentence on what may be wrong, and where it shows; no kind: nowhere; no update: the newest."""
-    return Sentence(text, "warning", _place(kind, update, query) if kind else None)
+    return Sentence(text, "warning", _place(kind, update, query) if kind else None, weight)
+
+
+def well(text: str) -> Sentence:
+    """Make a sentence on what was looked at and found well."""
+    return Sentence(text, "checked")
 
 
 def _place(kind: str, update: float | None, query: Mapping[str, str]) -> Mapping[str, Any]:
@@ -56,23 +72,37 @@ def _place(kind: str, update: float | None, query: Mapping[str, str]) -> Mapping
 
 
 def verdict(stage: ReportedStage, problems: list[str], evidence: Sequence[Sentence] = ()) -> list[Sentence]:
-    """Return what the stage changed on held-out data, which model it saved, then the evidence, and then `warnings`.
+    """Return the sentences on a stage in the order in which they should be read.
 
-    problems: files that cannot be read are added. evidence: what other files say, of `evidence.py`.
+    First what did harm or puts the result in doubt, then the result on held-out data and which model was saved, then
+    what is worth knowing, and last what was found well. problems: files that cannot be read are added. evidence: what
+    other files say, of `evidence.py`.
     """
+    found = [*evidence, *checks(stage.metrics)]
+    warned = warnings(found)
+    heavy = [each for each in warned if each.weight > NOTE]
     evaluations = samples.evaluations(stage, problems)
     shown = samples.fixed_prompts(stage, problems, "evaluation")
-    found = [Sentence(text) for text in (summary(stage, evaluations, shown), _saved(stage)) if text]
-    return [*found, *evidence, *warnings(stage.metrics)]
+    result = summary(stage, evaluations, shown, is_doubtful=any(each.weight == DOUBT for each in heavy))
+    told = [Sentence(text) for text in (result, _saved(stage)) if text]
+    others = [each for each in found if each.tone != "warning"]
+    return [*heavy, *told, *warned[len(heavy) :], *sorted(others, key=lambda each: each.tone)]
 
 
-def warnings(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Return what may be wrong by the metrics alone, what ruins a run first."""
+def warnings(found: Sequence[Sentence]) -> list[Sentence]:
+    """Return the warnings among sentences, the heaviest first."""
+    return sorted((each for each in found if each.tone == "warning"), key=lambda each: -each.weight)
+
+
+def checks(metrics: Mapping[str, Points]) -> list[Sentence]:
+    """Return what the metrics alone say, a warning or that it is well for each thing that they can tell."""
     return [
         *_broken(metrics),
         *_running_away(metrics),
+        *_accuracy(metrics),
         *_overfitting(metrics),
         *_unscored(metrics),
+        *_cut(metrics),
         *_nothing_to_learn(metrics),
         *_not_finite(metrics),
         *_sampler(metrics),
@@ -83,27 +113,6 @@ def _saved(stage: ReportedStage) -> str:
     if stage.saved is None:
         return ""
     return f"The saved model is that of update {stage.saved:,}, the best evaluation."
-
-
-def _overfitting(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Say that the held-out loss has risen since its lowest value while the training loss has fallen."""
-    held_out, train = metrics.get("eval_loss"), metrics.get("loss")
-    if held_out is None or train is None or len(held_out.values) < 3 or len(train.values) < LEAST:
-        return []
-    least = int(held_out.values.argmin())
-    low, last = float(held_out.values[least]), float(held_out.values[-1])
-    since = train.values[train.steps > held_out.steps[least]]
-    if (
-        last <= low + 0.02 * abs(low)
-        or len(since) < 4
-        or since[-len(since) // 2 :].mean() >= since[: len(since) // 2].mean()
-    ):
-        return []
-    text = (
-        f"It overfits: the held-out loss was lowest, {number(low)}, after update {held_out.steps[least]:,.0f} and is "
-        f"{number(last)} now, while the training loss went on falling."
-    )
-    return [warn(text, "evaluation", held_out.steps[-1])]
 
 
 def _parts(points: Points | None) -> list[np.ndarray]:
@@ -133,99 +142,199 @@ def _change(points: Points | None) -> tuple[float, float, float] | None:
 
 
 def _broken(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Say that training made things worse, or that the policy collapsed: mostly by too high a learning rate."""
+    """Say whether training made things worse, or the policy collapsed, and what speaks for the cause."""
     reward = _change(metrics.get("reward"))
     if reward is None:
         return _diverged(metrics)
-    kl = _quarters(metrics.get("kl"))
+    kl, entropy = _quarters(metrics.get("kl")), metrics.get("entropy")
     is_far = bool(kl) and kl[-1] > FAR
     first, last, error = reward
     has_fallen, has_risen = first - last > ERRORS * error, last - first > ERRORS * error
-    found = []
-    seen, entropy = metrics["reward"].steps[-1], metrics.get("entropy")
+    found, passed = [], []
+    seen = metrics["reward"].steps[-1]
     after = _quarters(entropy)
-    if entropy is not None and after and (is_far or not has_risen):
-        low = entropy.steps[entropy.values < COLLAPSED * entropy.values[0]]
-        if len(low) and after[-1] < COLLAPSED * entropy.values[0]:
+    if entropy is not None and after:
+        began = float(entropy.values[0])
+        low = entropy.steps[entropy.values < COLLAPSED * began]
+        went = f"entropy went from {number(began)} nats per token to {number(after[-1])}"
+        if (is_far or not has_risen) and len(low) and after[-1] < COLLAPSED * began:
             seen = low[0]
-            found.append(
-                f"The policy collapsed: its entropy went from {number(float(entropy.values[0]))} nats per token to "
-                f"{number(after[-1])}, below a tenth first at update {seen:,.0f}."
-            )
+            found.append(f"The policy collapsed: its {went}, below a tenth first at update {seen:,.0f}.")
+        else:
+            passed.append(f"The policy's {went}.")
+    went = f"from {number(first)} in the first quarter of the updates to {number(last)} in the last"
     if has_fallen:
-        found.append(
-            f"The reward fell from {number(first)} in the first quarter of the updates to {number(last)} in the last."
+        found.append(f"The reward fell {went}.")
+    else:
+        passed.append(f"The reward went {went}.")
+    if kl:
+        away = f"The policy is {number(kl[-1])} nats per token away from the reference"
+        if is_far and not has_risen:
+            found.append(f"{away}, and no better for it.")
+        else:
+            passed.append(f"{away}.")
+    warned = [warn(" ".join([*found, _steps(metrics)]), HARM, "update", seen)] if found else []
+    return [*warned, *map(well, passed)]
+
+
+def _steps(metrics: Mapping[str, Points]) -> str:
+    """Say what the distance to the reference tells of the steps of a policy that got no better."""
+    kl, rate = metrics.get("kl"), metrics.get("learning_rate")
+    if kl is None:
+        return "Steps that are too large do this: try a lower learning_rate."
+    far = kl.steps[kl.values > KL_LARGE]
+    if not len(far):
+        return (
+            f"Its distance to the reference was {number(float(kl.values.max()))} nats per token at most, so its steps "
+            "were not too large: see what the rewards pay for."
         )
-    if is_far and not has_risen:
-        found.append(
-            f"The policy is {number(kl[-1])} nats per token away from the reference, and no better for it."
+    with_rate = "" if rate is None else f", with a learning_rate of {number(rate.value_at(int(far[0])))},"
+    away = f"more than {KL_LARGE} nats per token away from the reference"
+    if far[0] - kl.steps[0] < SOON:
+        return (
+            f"By update {far[0]:,.0f}{with_rate} it was already {away}: steps of this size are too large, try a lower "
+            "learning_rate."
         )
-    if not found:
-        return []
-    return [warn(" ".join([*found, f"The updates do harm: {_too_high(metrics)}."]), "update", seen)]
+    return f"It drifted: by update {far[0]:,.0f}{with_rate} it was {away}, and it went on. A stronger kl would hold it."
 
 
 def _diverged(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Say that the training loss rose, or was far above its beginning for a while."""
+    """Say whether the training loss rose, or was far above its beginning for a while."""
     points = metrics.get("loss")
     change = _change(points)
     if points is None or change is None:
         return []
     first, last, error = change
+    went = f"from {number(first)} in the first quarter of the updates to {number(last)} in the last"
     if last - first > ERRORS * error:
-        text = f"The training loss rose from {number(first)} to {number(last)}: {_too_high(metrics)}."
-        return [warn(text, "rows", points.steps[-1])]
+        text = f"The training loss rose {went}. {_strides(metrics, points.steps[-1])}"
+        return [warn(text, HARM, "rows", points.steps[-1])]
     began = float(points.values[0])
     means = np.convolve(points.values, np.full(3, 1 / 3), "valid")
     most = int(means.argmax())
     if means[most] > LEAPT * began > 0:
+        at = points.steps[most + 1]
         text = (
-            f"The training loss leapt from {number(began)} to {number(float(means[most]))} near update "
-            f"{points.steps[most + 1]:,.0f}: {_too_high(metrics)}."
+            f"The training loss leapt from {number(began)} to {number(float(means[most]))} near update {at:,.0f}. "
+            f"{_strides(metrics, at)}"
         )
-        return [warn(text, "rows", points.steps[most + 1])]
-    return []
+        return [warn(text, HARM, "rows", at)]
+    return [well(f"The training loss went {went}.")]
 
 
-def _too_high(metrics: Mapping[str, Points]) -> str:
-    rate = metrics.get("learning_rate")
+def _strides(metrics: Mapping[str, Points], update: float) -> str:
+    """Say how large the steps were at an update at which the loss had risen."""
+    rate, norm = metrics.get("learning_rate"), metrics.get("grad_norm")
     if rate is None:
-        return "try a lower learning_rate"
-    return f"the learning_rate went up to {number(float(rate.values.max()))}, try a lower one"
+        return "Steps that are too large do this: try a lower learning_rate."
+    said = f"The learning_rate was {number(rate.value_at(int(update)))} then"
+    if norm is not None:
+        now, first = norm.value_at(int(update)), float(norm.values[0])
+        said += f", and the norm of the gradient {number(now)}, after {number(first)} at first"
+    return f"{said}: steps that are too large do this, try a lower learning_rate."
 
 
 def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Say that the reward grew with the completions' length, or with the distance to the reference."""
-    reward, length, kl, cut = (
-        _quarters(metrics.get(n))
-        for n in ("reward", "completions/mean_length", "kl", "completions/clipped_ratio")
-    )
-    if not reward or reward[-1] <= reward[0]:
+    """Say whether the reward grew with the completions' length, or with the distance to the reference."""
+    reward, length, kl = (_quarters(metrics.get(n)) for n in ("reward", "completions/mean_length", "kl"))
+    if not reward:
         return []
     found, newest = [], metrics["reward"].steps[-1]
+    has_risen = reward[-1] > reward[0]
     rose = f"The reward rose from {number(reward[0])} to {number(reward[-1])}"
-    if length and (length[-1] > GROWN * length[0] or length[-1] * GROWN < length[0]):
-        at_limit = f", {cut[-1]:.0%} of them cut at the limit" if cut and cut[-1] > 0.5 else ""
-        text = (
-            f"{rose} while completions went from {number(length[0])} to {number(length[-1])} tokens{at_limit}: see "
-            "whether it pays for their length."
-        )
-        found.append(warn(text, "update", newest, sort="-spread"))
-    if kl and kl[-1] > KL_LARGE and kl[-1] > KL_GROWN * max(kl[1], 0.0):
+    if length:
+        went = f"went from {number(length[0])} to {number(length[-1])} tokens"
+        if has_risen and (length[-1] > GROWN * length[0] or length[-1] * GROWN < length[0]):
+            text = f"{rose} while completions {went}: see whether it pays for their length."
+            found.append(warn(text, DOUBT, "update", newest, sort="-spread"))
+        else:
+            found.append(well(f"Completions {went}."))
+    if kl and has_risen and kl[-1] > KL_LARGE and kl[-1] > KL_GROWN * max(kl[1], 0.0):
         text = (
             f"{rose} while the KL to the reference ran away, from {number(kl[1])} to {number(kl[-1])} nats per token: "
             "read completions before you believe it."
         )
-        found.append(warn(text, "update", newest, sort="-reward"))
+        found.append(warn(text, DOUBT, "update", newest, sort="-reward"))
     return found
+
+
+def _accuracy(metrics: Mapping[str, Points]) -> list[Sentence]:
+    """Say whether a model tells chosen from rejected, in training and held out."""
+    found = []
+    for held_out in ACCURACIES:
+        name = held_out.removeprefix("eval_")
+        parts, judged = _parts(metrics.get(name)), metrics.get(held_out)
+        if not parts:
+            continue
+        trained = float(parts[-1].mean())
+        right = f"the chosen reply has the higher score in {trained:.1%} of the training pairs"
+        if trained < GUESSED:
+            text = (
+                f"In the last quarter of the updates {right}, and guessing gives 50%: see whether some of them have "
+                "chosen and rejected the wrong way round."
+            )
+            found.append(warn(text, HARM, "rows", metrics[name].steps[-1]))
+        elif judged is not None and judged.values[-1] < REVERSED:
+            text = (
+                f"In the last quarter of the updates {right}, but in {judged.values[-1]:.1%} of the held-out ones: one "
+                "of the two has chosen and rejected the wrong way round."
+            )
+            found.append(warn(text, HARM, "evaluation", judged.steps[-1]))
+        else:
+            found.append(well(f"In the last quarter of the updates {right}."))
+    return found
+
+
+def _overfitting(metrics: Mapping[str, Points]) -> list[Sentence]:
+    """Say whether the held-out loss has risen since its lowest value while the training loss has fallen."""
+    held_out, train = metrics.get("eval_loss"), metrics.get("loss")
+    if held_out is None or train is None or len(held_out.values) < 3 or len(train.values) < LEAST:
+        return []
+    least = int(held_out.values.argmin())
+    low, last = float(held_out.values[least]), float(held_out.values[-1])
+    since = train.values[train.steps > held_out.steps[least]]
+    when = f"update {held_out.steps[least]:,.0f}"
+    if (
+        last <= low + 0.02 * abs(low)
+        or len(since) < 4
+        or since[-len(since) // 2 :].mean() >= since[: len(since) // 2].mean()
+    ):
+        return [well(f"The lowest held-out loss was {number(low)}, after {when}; it is {number(last)} now.")]
+    text = (
+        f"It overfits: the held-out loss was lowest, {number(low)}, after {when} and is {number(last)} now, while the "
+        "training loss went on falling."
+    )
+    return [warn(text, HARM, "evaluation", held_out.steps[-1])]
+
+
+def _cut(metrics: Mapping[str, Points]) -> list[Sentence]:
+    """Say whether most completions are cut at the limit."""
+    cut, longest = _quarters(metrics.get("completions/clipped_ratio")), metrics.get("completions/max_length")
+    if not cut:
+        return []
+    limit = "the limit" if longest is None else f"{longest.values[-1]:,.0f} tokens"
+    text = f"In the last quarter of the updates {cut[-1]:.0%} of the completions are cut at {limit}"
+    if cut[-1] < CUT:
+        return [well(f"{text}.")]
+    newest = metrics["completions/clipped_ratio"].steps[-1]
+    advice = (
+        "sampling.max_completion_length is too small for them"
+        if cut[0] >= CUT
+        else "look why they do not end any more"
+    )
+    text += f", against {cut[0]:.0%} in the first, and are judged by a text without its end: {advice}."
+    return [warn(text, NOTE, "update", newest, finish="length")]
 
 
 def _nothing_to_learn(metrics: Mapping[str, Points]) -> list[Sentence]:
     equal = _quarters(metrics.get("frac_reward_zero_std"))
-    if not equal or equal[-1] < EQUAL:
+    if not equal:
         return []
-    text = f"In {equal[-1]:.0%} of the last groups all rewards are equal: nothing is learnt from them."
-    return [warn(text, "update", metrics["frac_reward_zero_std"].steps[-1])]
+    text = f"In {equal[-1]:.0%} of the last groups all rewards are equal"
+    if equal[-1] < EQUAL:
+        return [well(f"{text}.")]
+    newest = metrics["frac_reward_zero_std"].steps[-1]
+    return [warn(f"{text}: nothing is learnt from them.", NOTE, "update", newest)]
 
 
 def _unscored(metrics: Mapping[str, Points]) -> list[Sentence]:
@@ -236,36 +345,43 @@ def _unscored(metrics: Mapping[str, Points]) -> list[Sentence]:
             continue
         points = metrics[name]
         reward, _, what = name.removeprefix("rewards/").rpartition("/")
+        if what not in ("unscored", "failed"):
+            continue
+        most = points.steps[points.values.argmax()]
         if what == "unscored" and points.values.any():
-            most = int(points.values.argmax())
             text = (
                 f"Reward {reward} left {points.values.mean():.1%} of the completions without a score, "
-                f"{points.values[most]:.1%} of those of update {points.steps[most]:,.0f}."
+                f"{points.values.max():.1%} of those of update {most:,.0f}."
             )
-            found.append(warn(text, "update", points.steps[most], where=reward, without="1"))
-        if what == "failed" and points.values.any():
+            found.append(warn(text, DOUBT, "update", most, where=reward, without="1"))
+        elif what == "unscored":
+            found.append(well(f"Reward {reward} gave every completion a score."))
+        elif points.values.any():
             text = f"Calls of reward {reward} failed in {np.count_nonzero(points.values):,} updates."
-            found.append(
-                warn(text, "update", points.steps[points.values.argmax()], where=reward, without="1")
-            )
+            found.append(warn(text, DOUBT, "update", most, where=reward, without="1"))
     return found
 
 
 def _not_finite(metrics: Mapping[str, Points]) -> list[Sentence]:
     missing = {name: points.missing for name, points in metrics.items() if points.missing}
     if not missing:
-        return []
+        return [well(f"All values of the {len(metrics):,} metrics are finite.")] if metrics else []
     most = max(missing, key=lambda name: missing[name])
     others = f", and of {len(missing) - 1} other metrics" if len(missing) > 1 else ""
-    return [warn(f"{missing[most]:,} logged values of {most}{others} were not finite.")]
+    return [warn(f"{missing[most]:,} logged values of {most}{others} were not finite.", NOTE)]
 
 
 def _sampler(metrics: Mapping[str, Points]) -> list[Sentence]:
     evidence = metrics.get("sampling/surprisal_evidence")
-    if evidence is None or evidence.values[-1] < EVIDENCE:
+    if evidence is None:
         return []
+    power = f"10^{evidence.values[-1]:.0f}"
+    if evidence.values[-1] < EVIDENCE:
+        return [
+            well(f"The completions fit the policy that sampled them: the evidence against it is {power}.")
+        ]
     text = (
         "The completions were not sampled from the policy with the recorded sampling options: the evidence against it "
-        f"is 10^{evidence.values[-1]:.0f}."
+        f"is {power}."
     )
-    return [warn(text, "update", evidence.steps[-1])]
+    return [warn(text, DOUBT, "update", evidence.steps[-1])]
