@@ -18,7 +18,7 @@ LEAST = 8
 GROWN = 1.5
 """The last quarter's mean completion length over the first's, from which it is said with a growing reward."""
 KL_GROWN, KL_LARGE = 3.0, 0.1
-"""The last quarter's mean KL over the second quarter's, and nats per token, from which both together are said."""
+"""The last quarter's mean KL over that of an earlier one, and nats per token, from which both together are said."""
 FAR = 1.0
 """Nats per token to the reference that no useful policy is away: its tokens are e times as likely as they were."""
 SOON = 10
@@ -34,7 +34,7 @@ EQUAL = 0.8
 CUT = 0.5
 """The share of the last quarter's completions that are cut, from which it is said."""
 GUESSED, REVERSED = 0.55, 0.4
-"""The accuracy of training pairs below which nothing was learnt, and of held-out pairs, below which they disagree."""
+"""The accuracy below which nothing was learnt of pairs, and of held-out pairs, below which they disagree."""
 EVIDENCE = 9.0
 """log10 of the evidence against the sampler from which it is said: one in a billion by chance."""
 
@@ -148,6 +148,7 @@ def _broken(metrics: Mapping[str, Points]) -> list[Sentence]:
         return _diverged(metrics)
     kl, entropy = _quarters(metrics.get("kl")), metrics.get("entropy")
     is_far = bool(kl) and kl[-1] > FAR
+    has_moved = bool(kl) and kl[-1] > KL_LARGE and kl[-1] > KL_GROWN * kl[0]
     first, last, error = reward
     has_fallen, has_risen = first - last > ERRORS * error, last - first > ERRORS * error
     found, passed = [], []
@@ -165,11 +166,13 @@ def _broken(metrics: Mapping[str, Points]) -> list[Sentence]:
     went = f"from {number(first)} in the first quarter of the updates to {number(last)} in the last"
     if has_fallen:
         found.append(f"The reward fell {went}.")
+    elif has_moved and not has_risen:
+        found.append(f"The reward did not rise by more than chance: it went {went}.")
     else:
         passed.append(f"The reward went {went}.")
     if kl:
         away = f"The policy is {number(kl[-1])} nats per token away from the reference"
-        if is_far and not has_risen:
+        if (is_far or has_moved) and not has_risen:
             found.append(f"{away}, and no better for it.")
         else:
             passed.append(f"{away}.")
@@ -237,10 +240,11 @@ def _strides(metrics: Mapping[str, Points], update: float) -> str:
 def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Say whether the reward grew with the completions' length, or with the distance to the reference."""
     reward, length, kl = (_quarters(metrics.get(n)) for n in ("reward", "completions/mean_length", "kl"))
-    if not reward:
+    change = _change(metrics.get("reward"))
+    if not reward or change is None:
         return []
     found, newest = [], metrics["reward"].steps[-1]
-    has_risen = reward[-1] > reward[0]
+    has_risen = change[1] - change[0] > ERRORS * change[2]
     rose = f"The reward rose from {number(reward[0])} to {number(reward[-1])}"
     if length:
         went = f"went from {number(length[0])} to {number(length[-1])} tokens"
@@ -259,29 +263,28 @@ def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
 
 
 def _accuracy(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Say whether a model tells chosen from rejected, in training and held out."""
+    """Say whether a model tells chosen from rejected, held out or, where nothing is, in training."""
     found = []
     for held_out in ACCURACIES:
-        name = held_out.removeprefix("eval_")
-        parts, judged = _parts(metrics.get(name)), metrics.get(held_out)
-        if not parts:
+        judged, trained = metrics.get(held_out), metrics.get(held_out.removeprefix("eval_"))
+        quarters = _quarters(trained)
+        if trained is None or not quarters:
             continue
-        trained = float(parts[-1].mean())
-        right = f"the chosen reply has the higher score in {trained:.1%} of the training pairs"
-        if trained < GUESSED:
-            text = (
-                f"In the last quarter of the updates {right}, and guessing gives 50%: see whether some of them have "
-                "chosen and rejected the wrong way round."
+        right = f"In {quarters[-1]:.1%} of the training pairs of the last quarter the chosen reply has the higher score"
+        share, kind, seen = quarters[-1], "rows", trained.steps[-1]
+        if judged is not None and len(judged.values) > 1:
+            share, kind, seen = float(judged.values[-1]), "evaluation", judged.steps[-1]
+            right += f", and in {share:.1%} of the held-out pairs"
+        wrong = "chosen and rejected the wrong way round"
+        if share < REVERSED:
+            found.append(
+                warn(f"{right}: worse than guessing. See whether either has {wrong}.", HARM, kind, seen)
             )
-            found.append(warn(text, HARM, "rows", metrics[name].steps[-1]))
-        elif judged is not None and judged.values[-1] < REVERSED:
-            text = (
-                f"In the last quarter of the updates {right}, but in {judged.values[-1]:.1%} of the held-out ones: one "
-                "of the two has chosen and rejected the wrong way round."
-            )
-            found.append(warn(text, HARM, "evaluation", judged.steps[-1]))
+        elif share < GUESSED:
+            text = f"{right}; guessing gives 50%. See whether some of the training pairs have {wrong}."
+            found.append(warn(text, HARM, kind, seen))
         else:
-            found.append(well(f"In the last quarter of the updates {right}."))
+            found.append(well(f"{right}."))
     return found
 
 
@@ -323,7 +326,7 @@ def _cut(metrics: Mapping[str, Points]) -> list[Sentence]:
         else "look why they do not end any more"
     )
     text += f", against {cut[0]:.0%} in the first, and are judged by a text without its end: {advice}."
-    return [warn(text, NOTE, "update", newest, finish="length")]
+    return [warn(text, DOUBT, "update", newest, finish="length")]
 
 
 def _nothing_to_learn(metrics: Mapping[str, Points]) -> list[Sentence]:
