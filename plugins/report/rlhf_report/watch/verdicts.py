@@ -15,12 +15,16 @@ from rlhf_report.summary import ACCURACIES, summary, t_quantile
 
 LEAST = 8
 """Logged rows below which nothing is said of a trend."""
+PATIENCE = 30
+"""Logged rows below which it is not said that nothing was learnt."""
 GROWN = 1.5
 """The last quarter's mean completion length over the first's, from which it is said with a growing reward."""
 KL_GROWN, KL_LARGE = 3.0, 0.1
 """The last quarter's mean KL over that of an earlier one, and nats per token, from which both together are said."""
 FAR = 1.0
 """Nats per token to the reference that no useful policy is away: its tokens are e times as likely as they were."""
+STILL = 1e-5
+"""Nats per token to the reference below which a policy has hardly moved."""
 SOON = 10
 """Updates within which a policy that gets `KL_LARGE` away has steps that are too large; one that drifts takes more."""
 COLLAPSED = 0.1
@@ -141,43 +145,92 @@ def _change(points: Points | None) -> tuple[float, float, float] | None:
     return float(first.mean()), float(last.mean()), float(error * wide)
 
 
+@dataclass(frozen=True)
+class Course:
+    """How a policy went: the change of its reward, with its standard error, and its distance to the reference.
+
+    first, last: the mean rewards of the first and last quarter. kl: nats per token in each quarter, empty if not known.
+    """
+
+    first: float
+    last: float
+    error: float
+    kl: Sequence[float]
+
+    @property
+    def has_fallen(self) -> bool:
+        return self.first - self.last > ERRORS * self.error
+
+    @property
+    def has_risen(self) -> bool:
+        return self.last - self.first > ERRORS * self.error
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has gone far from the reference, or ever farther, and the reward has not risen."""
+        has_moved = bool(self.kl) and self.kl[-1] > KL_LARGE and self.kl[-1] > KL_GROWN * self.kl[0]
+        return (has_moved or self.is_far) and not self.has_risen
+
+    @property
+    def is_far(self) -> bool:
+        return bool(self.kl) and self.kl[-1] > FAR
+
+
+def _course(metrics: Mapping[str, Points]) -> Course | None:
+    """Return how a policy went; None for other models, and where too little is logged."""
+    change = _change(metrics.get("reward"))
+    return None if change is None else Course(*change, _quarters(metrics.get("kl")))
+
+
 def _broken(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Say whether training made things worse, or the policy collapsed, and what speaks for the cause."""
-    reward = _change(metrics.get("reward"))
-    if reward is None:
+    course = _course(metrics)
+    if course is None:
         return _diverged(metrics)
-    kl, entropy = _quarters(metrics.get("kl")), metrics.get("entropy")
-    is_far = bool(kl) and kl[-1] > FAR
-    has_moved = bool(kl) and kl[-1] > KL_LARGE and kl[-1] > KL_GROWN * kl[0]
-    first, last, error = reward
-    has_fallen, has_risen = first - last > ERRORS * error, last - first > ERRORS * error
-    found, passed = [], []
-    seen = metrics["reward"].steps[-1]
-    after = _quarters(entropy)
-    if entropy is not None and after:
-        began = float(entropy.values[0])
-        low = entropy.steps[entropy.values < COLLAPSED * began]
-        went = f"entropy went from {number(began)} nats per token to {number(after[-1])}"
-        if (is_far or not has_risen) and len(low) and after[-1] < COLLAPSED * began:
-            seen = low[0]
-            found.append(f"The policy collapsed: its {went}, below a tenth first at update {seen:,.0f}.")
-        else:
-            passed.append(f"The policy's {went}.")
-    went = f"from {number(first)} in the first quarter of the updates to {number(last)} in the last"
-    if has_fallen:
-        found.append(f"The reward fell {went}.")
-    elif has_moved and not has_risen:
-        found.append(f"The reward did not rise by more than chance: it went {went}.")
-    else:
-        passed.append(f"The reward went {went}.")
-    if kl:
-        away = f"The policy is {number(kl[-1])} nats per token away from the reference"
-        if (is_far or has_moved) and not has_risen:
-            found.append(f"{away}, and no better for it.")
-        else:
-            passed.append(f"{away}.")
-    warned = [warn(" ".join([*found, _steps(metrics)]), HARM, "update", seen)] if found else []
-    return [*warned, *map(well, passed)]
+    found = [*_entropy(metrics, course), _reward(metrics, course), *_distance(metrics, course)]
+    bad = [each for each in found if each.weight == HARM]
+    others = [each for each in found if each.weight != HARM]
+    if not bad:
+        return others
+    text = " ".join([*(each.text for each in bad), _steps(metrics)])
+    return [Sentence(text, "warning", bad[0].see, HARM), *others]
+
+
+def _entropy(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
+    points, quarters = metrics.get("entropy"), _quarters(metrics.get("entropy"))
+    if points is None or not quarters:
+        return []
+    began, now = float(points.values[0]), quarters[-1]
+    went = f"entropy went from {number(began)} nats per token to {number(now)}"
+    low = points.steps[points.values < COLLAPSED * began]
+    may_collapse = course.is_far or not course.has_risen  # else it has learnt its task
+    if not may_collapse or not len(low) or now >= COLLAPSED * began:
+        return [well(f"The policy's {went}.")]
+    text = f"The policy collapsed: its {went}, below a tenth first at update {low[0]:,.0f}."
+    return [warn(text, HARM, "update", low[0])]
+
+
+def _reward(metrics: Mapping[str, Points], course: Course) -> Sentence:
+    went = f"from {number(course.first)} in the first quarter of the updates to {number(course.last)} in the last"
+    newest = metrics["reward"].steps[-1]
+    if course.has_fallen:
+        return warn(f"The reward fell {went}.", HARM, "update", newest)
+    if course.is_lost:
+        return warn(f"The reward did not rise by more than chance: it went {went}.", HARM, "update", newest)
+    return well(f"The reward went {went}.")
+
+
+def _distance(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
+    if not course.kl:
+        return []
+    points, rate = metrics["kl"], metrics.get("learning_rate")
+    away = f"The policy is {number(course.kl[-1])} nats per token away from the reference"
+    if course.is_lost:
+        return [warn(f"{away}, and no better for it.", HARM, "update", points.steps[-1])]
+    if course.has_risen or course.kl[-1] >= STILL or len(points.values) < PATIENCE:
+        return [well(f"{away}.")]
+    most = "" if rate is None else f", with a learning_rate of at most {number(float(rate.values.max()))}"
+    return [warn(f"{away}{most}: it has hardly moved.", NOTE)]
 
 
 def _steps(metrics: Mapping[str, Points]) -> str:
@@ -239,13 +292,12 @@ def _strides(metrics: Mapping[str, Points], update: float) -> str:
 
 def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Say whether the reward grew with the completions' length, or with the distance to the reference."""
-    reward, length, kl = (_quarters(metrics.get(n)) for n in ("reward", "completions/mean_length", "kl"))
-    change = _change(metrics.get("reward"))
-    if not reward or change is None:
+    course, length = _course(metrics), _quarters(metrics.get("completions/mean_length"))
+    if course is None:
         return []
     found, newest = [], metrics["reward"].steps[-1]
-    has_risen = change[1] - change[0] > ERRORS * change[2]
-    rose = f"The reward rose from {number(reward[0])} to {number(reward[-1])}"
+    has_risen, kl = course.has_risen, course.kl
+    rose = f"The reward rose from {number(course.first)} to {number(course.last)}"
     if length:
         went = f"went from {number(length[0])} to {number(length[-1])} tokens"
         if has_risen and (length[-1] > GROWN * length[0] or length[-1] * GROWN < length[0]):
@@ -268,7 +320,7 @@ def _accuracy(metrics: Mapping[str, Points]) -> list[Sentence]:
     for held_out in ACCURACIES:
         judged, trained = metrics.get(held_out), metrics.get(held_out.removeprefix("eval_"))
         quarters = _quarters(trained)
-        if trained is None or not quarters:
+        if trained is None or not quarters or len(trained.values) < PATIENCE:
             continue
         right = f"In {quarters[-1]:.1%} of the training pairs of the last quarter the chosen reply has the higher score"
         share, kind, seen = quarters[-1], "rows", trained.steps[-1]
@@ -315,18 +367,15 @@ def _cut(metrics: Mapping[str, Points]) -> list[Sentence]:
     cut, longest = _quarters(metrics.get("completions/clipped_ratio")), metrics.get("completions/max_length")
     if not cut:
         return []
-    limit = "the limit" if longest is None else f"{longest.values[-1]:,.0f} tokens"
-    text = f"In the last quarter of the updates {cut[-1]:.0%} of the completions are cut at {limit}"
+    text = f"In the last quarter of the updates {cut[-1]:.0%} of the completions are cut"
     if cut[-1] < CUT:
-        return [well(f"{text}.")]
-    newest = metrics["completions/clipped_ratio"].steps[-1]
-    advice = (
-        "sampling.max_completion_length is too small for them"
-        if cut[0] >= CUT
-        else "look why they do not end any more"
-    )
-    text += f", against {cut[0]:.0%} in the first, and are judged by a text without its end: {advice}."
-    return [warn(text, DOUBT, "update", newest, finish="length")]
+        return [well(f"{text} at the limit.")]
+    points = metrics["completions/clipped_ratio"]
+    limit = "the limit" if longest is None else f"{longest.values[-1]:,.0f} tokens"
+    text += f" at {limit}, against {points.values[0]:.0%} at first, and are judged without their end: "
+    were_cut = points.values[0] >= CUT
+    text += "sampling.max_completion_length is too small." if were_cut else "see why they no longer end."
+    return [warn(text, DOUBT, "update", points.steps[-1], finish="length")]
 
 
 def _nothing_to_learn(metrics: Mapping[str, Points]) -> list[Sentence]:
