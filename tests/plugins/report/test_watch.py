@@ -622,8 +622,7 @@ def test_what_went_wrong_is_said_and_nothing_where_all_is_well(
     ]
     write(run / "policy/metrics.jsonl", [{n: None if v != v else v for n, v in row.items()} for row in rows])
     page = Page(run)
-    alarm = page.runs()["first"]["alarm"]
-    assert page.alarm("first") == alarm, "the ends of short files are the whole"
+    alarm = page.alarm("first")
     stage = page(f"runs/{page.id('first')}")["stages"][1]
     warned = [each for each in stage["verdict"] if each["tone"] == "warning"]
     if said is None:
@@ -673,7 +672,6 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     leaks = [row.get("leak") for row in page(f"runs/{id}/policy/evaluations/9")["rows"]]
     assert leaks == ["train.jsonl row 7", None]
     first = "4 of 10 held-out prompts are in the training data, too"
-    assert page.runs()["first"]["alarm"].startswith("Reward judge left")
     assert page.alarm("first").startswith(first)
     assert Page(run).runs()["first"]["alarm"].startswith(first), "it was kept"
     for kept in (tmp_path / "cache/rlhf/watch").glob("*.json"):

@@ -1,4 +1,7 @@
-"""What the page of a run warns of first, for the list of runs: found in the background, and kept."""
+"""What the page of a run warns of first, for the list of runs: found in the background, and kept.
+
+Of long metrics the end and pieces of the rest are read, as the list does, so that figures may differ from the page's.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from typing import Any
 
 from rlhf_core.hidden import scrub
 from rlhf_report.watch.growing import parse
-from rlhf_report.watch.listing import Alarm, Fingerprint
+from rlhf_report.watch.listing import Fingerprint
 from rlhf_report.watch.run_view import WatchedRun
 
 SHARE = 0.005
-"""The share of a core's time that judging a run that goes on may take: it is read from its start each time."""
+"""The share of a core's time that judging a run that goes on may take: its files are read anew each time."""
 MOST_BYTES = 2**16
 """Bytes of a file that is kept; they are much smaller."""
 
@@ -35,7 +38,7 @@ class Judged:
 
 
 class Judge:
-    """Reads runs whole, one after the other, in a thread that lives while there are some to read.
+    """Reads runs, one after the other, in a thread that lives while there are some to read.
 
     folder: where what was found of runs that have ended is kept. Every method is safe to call from several threads.
     """
@@ -48,8 +51,8 @@ class Judge:
         self._changed = threading.Condition()
         self._is_working = False
 
-    def alarm(self, run: Path, fingerprint: Fingerprint) -> Alarm:
-        """Return what is known of a run, and look for it where its files have changed since."""
+    def alarm(self, run: Path, fingerprint: Fingerprint) -> str | None:
+        """Return what a run's files told last, None for nothing; they are read again where they have changed since."""
         mark = hashlib.sha256(repr((self._version, fingerprint)).encode()).hexdigest()
         is_running = bool(fingerprint[0])
         with self._changed:
@@ -57,7 +60,7 @@ class Judge:
             if known is None or (known.mark != mark and not (is_running and _is_soon(known))):
                 self._waiting[run] = (mark, is_running)
                 self._begin()
-        return None if known is None else known.alarm
+        return known.alarm or None if known else None
 
     def wait(self, seconds: float) -> None:
         """Wait until nothing is left to read, at most for a while."""
@@ -125,7 +128,7 @@ def _is_soon(known: Judged) -> bool:
 def _alarm(run: Path) -> str:
     """Return the heaviest warning of a run, with its stage's name where that is not the last; "" if there is none."""
     try:
-        stages = WatchedRun("", run).answer()["stages"]
+        stages = WatchedRun("", run, is_whole=False).answer()["stages"]
     except Exception:  # a directory may vanish, or hold anything: the list says so by itself
         return ""
     return scrub(_first(stages))

@@ -14,10 +14,8 @@ from typing import Any, Literal
 import rlhf_report.charts as charts
 from rlhf_core.runs import RunDirectory, StageDirectory, open_run
 from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number
-from rlhf_report.watch.columns import Columns
-from rlhf_report.watch.growing import GrowingRows, Row, ends
+from rlhf_report.watch.growing import Row, ends
 from rlhf_report.watch.places import links_that_leave
-from rlhf_report.watch.verdicts import checks, warnings
 
 AUDIT = "audit.json"
 """In the run's directory, where one has written it: what `rlhf audit RUN --json` printed."""
@@ -32,8 +30,6 @@ RECENT = 10
 
 RunState = Literal["running", "stopped", "failed", "finished"]
 Fingerprint = tuple[Any, ...]
-Alarm = str | None
-"""The first warning on a run; empty where there is none, None where it is not known."""
 
 
 @dataclass
@@ -47,29 +43,22 @@ class Listed:
 class RunList:
     """The runs of the list, each read again only where its files have changed.
 
-    alarm: returns what the page of a run warns of first, by its directory and fingerprint, as far as it is known.
+    alarm: returns what the page of a run warns of first, by its directory and fingerprint; None where it is not known,
+    and where there is none.
     """
 
-    def __init__(self, alarm: Callable[[Path, Fingerprint], Alarm] = lambda path, mark: None) -> None:
+    def __init__(self, alarm: Callable[[Path, Fingerprint], str | None] = lambda path, mark: None) -> None:
         self._known: dict[str, Listed] = {}
         self._alarm = alarm
 
     def refresh(self, runs: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Return the entries of the runs, {id: directory}, those that changed last first."""
         self._known = {id: self._listed(id, path) for id, path in runs.items()}
-        entries = [self._judged(runs[id], listed) for id, listed in self._known.items()]
+        entries = [
+            {**listed.entry, "alarm": self._alarm(runs[id], listed.fingerprint)}
+            for id, listed in self._known.items()
+        ]
         return sorted(entries, key=lambda entry: -entry["changed"])
-
-    def _judged(self, path: Path, listed: Listed) -> dict[str, Any]:
-        """Return an entry with what its run's page warns of; with what the ends of its files tell until that is known.
-
-        Of a run that goes on it is known a while later, and what the ends tell is newer.
-        """
-        found = self._alarm(path, listed.fingerprint)
-        is_newer = listed.entry["state"] == "running" and not found
-        if found is None or is_newer:
-            return listed.entry
-        return {**listed.entry, "alarm": found or None}
 
     def _listed(self, id: str, path: Path) -> Listed:
         mark = fingerprint(path)
@@ -133,7 +122,6 @@ def _empty(path: Path) -> dict[str, Any]:
         "metrics": {},
         "spark": None,
         "warnings": [],
-        "alarm": None,
         "error": None,
     }
 
@@ -175,7 +163,6 @@ def _progress(
     # Of metrics that are the same number, as a reward and its sum are, one is enough.
     once = {(newest[name], name.startswith(charts.EVAL)): name for name in reversed(metrics)}
     shown = [name for name in metrics if name in once.values()][:MOST_METRICS]
-    alarms = warnings(checks(Columns(GrowingRows(Path(), [*spread, *last]))))
     left = None
     if state == "running" and planned is not None:
         left = seconds_left(last, planned)
@@ -183,7 +170,6 @@ def _progress(
         "update": update,
         "seconds_left": left,
         "metrics": {name: newest[name] for name in shown},
-        "alarm": alarms[0].text if alarms else None,
         "spark": _spark(shown[0], [*spread, *last]) if shown else None,
     }
 

@@ -30,7 +30,7 @@ from rlhf_report.run_reader import (
 )
 from rlhf_report.watch.columns import Columns
 from rlhf_report.watch.evidence import FileEvidence
-from rlhf_report.watch.growing import GrowingRows
+from rlhf_report.watch.growing import GrowingRows, ends
 from rlhf_report.watch.leaks import Leaked
 from rlhf_report.watch.listing import (
     AUDIT,
@@ -53,10 +53,14 @@ KEY = 8
 
 @dataclass
 class WatchedRun:
-    """A run that is looked at: what was read of it, and the answer that was made of it last."""
+    """A run that is looked at: what was read of it, and the answer that was made of it last.
+
+    is_whole: whether all rows of metrics.jsonl are read; else its end and pieces of the rest, once.
+    """
 
     id: str
     path: Path
+    is_whole: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
     problems: dict[str, None] = field(default_factory=dict)
     _lines: dict[str, GrowingRows] = field(default_factory=dict)
@@ -89,8 +93,13 @@ class WatchedRun:
 
     def metrics(self, stage: StageDirectory) -> GrowingRows:
         """Return the rows of a stage's metrics, brought up to date. A file that cannot be read is a problem."""
-        lines = self._lines.setdefault(stage.name, GrowingRows(stage.dir / METRICS))
-        self._refresh(lines)
+        path = stage.dir / METRICS
+        if not self.is_whole and stage.name not in self._lines and path.exists():
+            spread, last = ends(path)
+            self._lines[stage.name] = GrowingRows(Path(), [*spread, *last])
+        lines = self._lines.setdefault(stage.name, GrowingRows(path))
+        if self.is_whole:
+            self._refresh(lines)
         return lines
 
     def events(self) -> list[dict[str, Any]]:

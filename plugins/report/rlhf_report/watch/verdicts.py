@@ -227,7 +227,9 @@ def _distance(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
     away = f"The policy is {number(course.kl[-1])} nats per token away from the reference"
     if course.is_lost:
         return [warn(f"{away}, and no better for it.", HARM, "update", points.steps[-1])]
-    if course.has_risen or course.kl[-1] >= STILL or len(points.values) < PATIENCE:
+    equal = _quarters(metrics.get("frac_reward_zero_std"))
+    has_lessons = not equal or equal[-1] < EQUAL
+    if course.has_risen or course.kl[-1] >= STILL or len(points.values) < PATIENCE or not has_lessons:
         return [well(f"{away}.")]
     most = "" if rate is None else f", with a learning_rate of at most {number(float(rate.values.max()))}"
     return [warn(f"{away}{most}: it has hardly moved.", NOTE)]
