@@ -132,7 +132,7 @@ function entry(row) {
       el("b", {}, row.where ?? `row ${row.row}`),
       values.map(([name, value]) => el("span", {}, `${name} `, el("b", { title: exact(value) }, number(value)))),
       change,
-      row.leak ? el("span", { class: "leak" }, `⚠ the prompt of ${row.leak} of the training data`) : null,
+      row.leak ? el("span", { class: "leak" }, `⚠ the same prompt as ${row.leak} of the training data`) : null,
     ),
     el("div", { class: "text" }, row.text),
   );

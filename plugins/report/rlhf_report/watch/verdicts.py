@@ -231,13 +231,13 @@ def _distance(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
     has_lessons = not equal or equal[-1] < EQUAL
     if course.has_risen or course.kl[-1] >= STILL or len(points.values) < PATIENCE or not has_lessons:
         return [well(f"{away}.")]
-    most = "" if rate is None else f", with a learning_rate of at most {number(float(rate.values.max()))}"
+    most = "" if rate is None else f", with a learning_rate of at most {rate.values.max():.3g}"
     return [warn(f"{away}{most}: it has hardly moved.", NOTE)]
 
 
 def _steps(metrics: Mapping[str, Points]) -> str:
     """Say what the distance to the reference tells of the steps of a policy that got no better."""
-    kl, rate = metrics.get("kl"), metrics.get("learning_rate")
+    kl = metrics.get("kl")
     if kl is None:
         return "Steps that are too large do this: try a lower learning_rate."
     far = kl.steps[kl.values > KL_LARGE]
@@ -246,7 +246,8 @@ def _steps(metrics: Mapping[str, Points]) -> str:
             f"Its distance to the reference was {number(float(kl.values.max()))} nats per token at most, so its steps "
             "were not too large: see what the rewards pay for."
         )
-    with_rate = "" if rate is None else f", with a learning_rate of {number(rate.value_at(int(far[0])))},"
+    rate = _value_at(metrics, "learning_rate", far[0])
+    with_rate = "" if rate is None else f", with a learning_rate of {rate:.3g},"
     away = f"more than {KL_LARGE} nats per token away from the reference"
     if far[0] - kl.steps[0] < SOON:
         return (
@@ -282,14 +283,20 @@ def _diverged(metrics: Mapping[str, Points]) -> list[Sentence]:
 
 def _strides(metrics: Mapping[str, Points], update: float) -> str:
     """Say how large the steps were at an update at which the loss had risen."""
-    rate, norm = metrics.get("learning_rate"), metrics.get("grad_norm")
+    rate, norm = (_value_at(metrics, name, update) for name in ("learning_rate", "grad_norm"))
     if rate is None:
         return "Steps that are too large do this: try a lower learning_rate."
-    said = f"The learning_rate was {number(rate.value_at(int(update)))} then"
+    said = f"The learning_rate was {rate:.3g} then"
     if norm is not None:
-        now, first = norm.value_at(int(update)), float(norm.values[0])
-        said += f", and the norm of the gradient {number(now)}, after {number(first)} at first"
+        first = float(metrics["grad_norm"].values[0])
+        said += f", and the norm of the gradient {number(norm)}, after {number(first)} at first"
     return f"{said}: steps that are too large do this, try a lower learning_rate."
+
+
+def _value_at(metrics: Mapping[str, Points], name: str, update: float) -> float | None:
+    """Return the newest value of a metric up to an update; None where there is none."""
+    points = metrics.get(name)
+    return None if points is None else points.value_at(int(update))
 
 
 def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
