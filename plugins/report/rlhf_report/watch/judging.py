@@ -21,7 +21,7 @@ from rlhf_report.watch.growing import parse
 from rlhf_report.watch.listing import Fingerprint
 from rlhf_report.watch.run_view import WatchedRun
 
-SHARE = 0.005
+SHARE = 0.002
 """The share of a core's time that judging a run that goes on may take: its files are read anew each time."""
 MOST_BYTES = 2**16
 """Bytes of a file that is kept; they are much smaller."""

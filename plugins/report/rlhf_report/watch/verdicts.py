@@ -254,7 +254,10 @@ def _steps(metrics: Mapping[str, Points]) -> str:
             f"By update {far[0]:,.0f}{with_rate} it was already {away}: steps of this size are too large, try a lower "
             "learning_rate."
         )
-    return f"It drifted: by update {far[0]:,.0f}{with_rate} it was {away}, and it went on. A stronger kl would hold it."
+    return (
+        f"It drifted: by update {far[0]:,.0f}{with_rate} it was {away}, and it went on. A lower learning_rate or a "
+        "stronger kl would hold it."
+    )
 
 
 def _diverged(metrics: Mapping[str, Points]) -> list[Sentence]:
