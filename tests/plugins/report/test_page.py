@@ -32,7 +32,7 @@ VIEWS = {
         "The lengths run away",
         "Longer is better",
         "See the completions of update 41 whose rewards differ most",
-        "1 thing checked and found well",
+        "1 check found nothing wrong",
         "before the first update",
     ],
     "run/a/rm": ["ann <b>bold</b>", "0.75", "4 of 4", "Newest rows"],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import shutil
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from rlhf_report.watch import growing
+from rlhf_report.watch import growing, judging
 from rlhf_report.watch.growing import GrowingRows, ends
 from rlhf_report.watch.server import hosts_of, make_app
 from rlhf_report.watch.table import spark, table
@@ -156,27 +158,13 @@ def test_the_list_reads_the_ends_of_long_files(tmp_path: Path, monkeypatch: pyte
     assert np.diff([row["step"] for row in spread]).max() < 2 * 5000 / growing.PIECES
 
     read: list[int] = []
-    plain = open
 
-    class Counting:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __enter__(self) -> Any:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.file.__exit__(*error)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def read(self, size: int) -> bytes:
+    class Counting(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
             read.append(size)
-            return bytes(self.file.read(size))
+            return bytes(super().read(size) or b"")
 
-    monkeypatch.setattr(growing, "open", lambda path, mode: Counting(plain(path, mode)), raising=False)
+    monkeypatch.setattr(growing, "open", Counting, raising=False)
     ends(tmp_path / "m.jsonl")
     assert sum(read) == growing.END + growing.PIECES * growing.PIECE
 
@@ -522,6 +510,7 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
             json.dumps({"rows": rows, "metrics": {"eval_loss": 1.0}})
         )
     page = Page(run)
+    assert str(page.alarm("first")).startswith("rm: 5 of 5 held-out prompts are in the training data")
     address = f"runs/{page.id('first')}/rm"
     rows = page(f"{address}/rows?update=4&sort=-loss")["rows"]
     assert [row["loss"] for row in rows] == [float(values[1]), float(values[0]), None]
@@ -544,66 +533,40 @@ UPDATES = np.arange(40)
 LATE = UPDATES >= 20
 NOISE = np.tile([0.1, -0.1], 20)
 FLAT = {"reward": 1 + NOISE, "entropy": 1 + NOISE, "kl": UPDATES / 400, "loss": NOISE}
+RISES = FLAT | {"reward": 1 + NOISE + UPDATES / 40}
+FALLS = {"loss": 2 - UPDATES / 40}
+STAYS = {"kl": 0 * UPDATES, "learning_rate": 1e-9 + 0 * UPDATES}
 
 
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
         (FLAT, None),
-        (
-            FLAT | {"reward": 1 + NOISE + UPDATES / 40, "entropy": 0.9**UPDATES},
-            None,
-        ),  # it has learnt its task
+        (RISES | {"entropy": 0.9**UPDATES}, None),  # it has learnt its task
         (
             FLAT | {"reward": 1 + NOISE - UPDATES / 40},
             "0.0975 nats per token at most, so its steps were not too",
         ),
         (FLAT | {"entropy": 0.9**UPDATES}, "collapsed: its entropy went from 1 nats per token to 0.02"),
-        (
-            FLAT | {"kl": UPDATES / 20},
-            "1.725 nats per token away from the reference, and no better for it. By update 4 ",
-        ),
-        (
-            FLAT | {"kl": UPDATES / 100},
-            "The reward did not rise by more than chance: it went from 1 in the first",
-        ),
-        (
-            FLAT | {"kl": 0 * UPDATES, "learning_rate": 1e-9 + 0 * UPDATES},
-            "of at most 1.00e-09: it has hardly moved",
-        ),
-        (
-            FLAT | {"kl": UPDATES**2 / 1000},
-            "It drifted: by update 12 it was more than 0.1 nats per token away",
-        ),
-        (
-            {"loss": 1 + NOISE + UPDATES / 40},
-            "The training loss rose from 1.113 in the first quarter of the updates to 1.863 in the last.",
-        ),
+        (FLAT | {"kl": UPDATES / 20}, "1.725 nats per token away from the reference, and no better"),
+        (FLAT | {"kl": UPDATES / 20}, "and no better for it. By update 4 it was already more than 0.1 nats"),
+        (FLAT | {"kl": UPDATES / 100}, "The reward did not rise by more than chance: it went from 1 in the"),
+        (FLAT | {"kl": UPDATES**2 / 1000}, "It drifted: by update 12 it was more than 0.1 nats per token"),
+        (FLAT | STAYS, "with a learning_rate of at most 1e-09: it has hardly moved"),
+        ({"loss": 1 + NOISE + UPDATES / 40}, "The training loss rose from 1.113 in the first quarter"),
         ({"loss": 1 + NOISE + 4 * (abs(UPDATES - 5) < 3)}, "leapt from 1.1 to 5.03"),
-        ({"loss": 2 - UPDATES / 40}, None),
+        (FALLS, None),
+        (FALLS | {"eval_loss": 1 + abs(UPDATES - 20) / 20}, "It overfits: the held-out loss"),
         (
-            {"loss": 2 - UPDATES / 40, "eval_loss": 1 + abs(UPDATES - 20) / 20},
-            "It overfits: the held-out loss",
+            RISES | {"completions/mean_length": 10.0 + UPDATES},
+            "completions went from 14.5 to 44.5 tokens: see",
         ),
+        (RISES | {"kl": UPDATES**2 / 2000}, "while the KL to the reference ran away"),
+        (FLAT | {"completions/clipped_ratio": LATE * 0.9}, "90% of the completions are cut at the limit"),
+        (FALLS | {"accuracy": 0.5 + NOISE / 4}, "the higher score; guessing gives 50%. See whether"),
         (
-            FLAT | {"reward": 1 + UPDATES / 40, "completions/mean_length": 10.0 + UPDATES},
-            "while completions went from 14.5 to 44.5 tokens: see whether it pays",
-        ),
-        (
-            FLAT | {"reward": 1 + UPDATES / 40, "kl": UPDATES**2 / 2000},
-            "while the KL to the reference ran away",
-        ),
-        (
-            FLAT | {"completions/clipped_ratio": LATE * 0.9},
-            "90% of the completions are cut at the limit, against 0%",
-        ),
-        (
-            {"loss": 2 - UPDATES / 40, "accuracy": 0.5 + NOISE / 4},
-            "the higher score; guessing gives 50%. See whether some of the",
-        ),
-        (
-            {"loss": 2 - UPDATES / 40, "accuracy": 0.9 + NOISE / 4, "eval_accuracy": 0.1 + NOISE / 4},
-            "and in 7.5% of the held-out pairs: worse than guessing. See whether either has chosen",
+            FALLS | {"accuracy": 1 + NOISE / 4, "eval_accuracy": 0.1 + NOISE / 4},
+            "7.5% of the held-out pairs: worse",
         ),
         (FLAT | {"frac_reward_zero_std": LATE * 0.9}, "In 90% of the last groups all rewards are equal"),
         (FLAT | {"rewards/r/unscored": (UPDATES == 7) * 0.4}, "without a score, 40.0% of those of update 8"),
@@ -686,6 +649,17 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
         "By rlhf audit, before its last updates, 1 of 2 promises do not hold. rewards: 0.5 apart"
         in found[0]["text"]
     )
+
+
+def test_a_run_that_goes_on_is_judged_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(judging, "_alarm", lambda run: time.sleep(0.05) or read.append(run) or f"{len(read)}")
+    judge = judging.Judge(tmp_path)
+    for is_running, size, count in ((True, 1, 1), (True, 2, 1), (False, 3, 2), (False, 3, 2), (False, 4, 3)):
+        judge.alarm(tmp_path, (is_running, size))
+        judge.wait(60)
+        assert len(read) == count
+    assert judging.Judge(tmp_path).alarm(tmp_path, (False, 4)) == "3"
 
 
 def test_the_table_of_a_terminal(run: Path) -> None:

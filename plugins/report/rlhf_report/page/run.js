@@ -326,7 +326,7 @@ function checked(stage) {
   return el(
     "details",
     { class: "checked", "data-key": `checked ${stage.name}` },
-    el("summary", {}, `${texts.length} thing${texts.length > 1 ? "s" : ""} checked and found well`),
+    el("summary", {}, `${texts.length} check${texts.length > 1 ? "s" : ""} found nothing wrong`),
     el(
       "ul",
       {},
