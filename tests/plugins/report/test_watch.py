@@ -421,7 +421,7 @@ def test_who_may_ask(run: Path) -> None:
     client = page.client
     for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]", "[::1]:8080", "LOCALHOST"):
         assert client.get("/", headers={"Host": host}).status_code == 200
-    for host in (
+    others = (
         "evil.example",
         "127.0.0.1.evil.example",
         "",
@@ -429,7 +429,8 @@ def test_who_may_ask(run: Path) -> None:
         "x@localhost",
         "[::1",
         "10.0.0.1:8080",
-    ):
+    )
+    for host in others:
         assert client.get("/api/runs", headers={"Host": host}).status_code == 400
     answer = client.get("/", headers={"Origin": "http://evil.example"})
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
@@ -448,10 +449,8 @@ def test_a_key_opens_the_page_once_it_is_given(run: Path, caplog: pytest.LogCapt
     assert client.get("/").status_code == 200
     assert client.get("/static/main.js").status_code == 200
     assert client.get("/api/runs").status_code == 401
-    assert (
-        client.get("/api/runs?key=a-long-key", headers={"Authorization": "Bearer a-long-key"}).status_code
-        == 401
-    )
+    bearer = {"Authorization": "Bearer a-long-key"}
+    assert client.get("/api/runs?key=a-long-key", headers=bearer).status_code == 401
     for wrong in ({"key": "another"}, {"key": "é"}, {"key": 3}):
         assert client.post("/api/key", json=wrong).status_code == 401
     assert client.post("/api/key", content=b"no JSON").status_code == 400
@@ -514,13 +513,7 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
     address = f"runs/{page.id('first')}/rm"
     rows = page(f"{address}/rows?update=4&sort=-loss")["rows"]
     assert [row["loss"] for row in rows] == [float(values[1]), float(values[0]), None]
-    assert rows[0] | {"text": ""} == {
-        "row": 1,
-        "where": "pairs.jsonl row 1",
-        "text": "",
-        "loss": rows[0]["loss"],
-        "scores": {},
-    }
+    assert (rows[0]["row"], rows[0]["where"], rows[0]["scores"]) == (1, "pairs.jsonl row 1", {})
     assert rows[0]["text"].startswith("prompt: question 0\nchosen: </script>")
     page(f"{address}/rows?update=5", 404)
     found = page(f"{address}/evaluations/20")
