@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from rlhf_report.watch import growing, judging
+from rlhf_report.watch import growing
 from rlhf_report.watch.growing import GrowingRows, ends
 from rlhf_report.watch.server import hosts_of, make_app
 from rlhf_report.watch.table import spark, table
@@ -62,8 +62,8 @@ class Page:
     def alarm(self, name: str) -> str | None:
         """Return what the list warns of once the run was read in the background."""
         self.runs()
-        assert self.watched.judge is not None
-        self.watched.judge.wait(60)
+        assert self.watched.alarms is not None
+        self.watched.alarms.wait(60)
         alarm: str | None = self.runs()[name]["alarm"]
         return alarm
 
@@ -646,13 +646,15 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_judged_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(judging, "_alarm", lambda run: time.sleep(0.05) or read.append(run) or f"{len(read)}")
-    judge = judging.Judge(tmp_path)
+    judge = lambda run: time.sleep(0.05) or read.append(run) or f"{len(read)}"  # noqa: E731
+    monkeypatch.setattr("rlhf_report.watch.alarms._first_warning", judge)
+    alarms: Any = Watched([tmp_path]).alarms
     for is_running, size, count in ((True, 1, 1), (True, 2, 1), (False, 3, 2), (False, 3, 2), (False, 4, 3)):
-        judge.alarm(tmp_path, (is_running, size))
-        judge.wait(60)
+        alarms.of(tmp_path, (is_running, size))
+        alarms.wait(60)
         assert len(read) == count
-    assert judging.Judge(tmp_path).alarm(tmp_path, (False, 4)) == "3"
+    kept: Any = Watched([tmp_path]).alarms
+    assert kept.of(tmp_path, (False, 4)) == "3"
 
 
 def test_the_table_of_a_terminal(run: Path) -> None:

@@ -172,14 +172,7 @@ def evaluation_of(
     for row in rows:
         values = _values(row)
         now, then = _quantity(values, of), _quantity(_values(before.get(_key(row), {})), of)
-        number = int(finite(row.get("row")) or 0)
-        file = str(row["file"]) if row.get("file") else None
-        described = named(files, number, file, texts)
-        if row.get("set"):
-            described["where"] = f"{row['set']}: {described['where']}"
-        equal = leaked.get((_path_of(files, file) or "", number))
-        if equal is not None:
-            described["leak"] = f"{os.path.basename(equal[0])} row {equal[1]}"
+        described = _held_out(row, files, texts, leaked)
         found.append(described | {"values": values, "change": _difference(now, then)})
     return {
         "update": update,
@@ -188,6 +181,24 @@ def evaluation_of(
         "falls": of == "loss",
         "rows": found,
     }
+
+
+def _held_out(
+    row: Mapping[str, Any],
+    files: Mapping[str, str],
+    texts: DataRows,
+    leaked: Mapping[tuple[str, int], tuple[str, int]],
+) -> dict[str, Any]:
+    """Name a held-out row, with its text, and the row of the training data with its prompt, where there is one."""
+    number = int(finite(row.get("row")) or 0)
+    file = str(row["file"]) if row.get("file") else None
+    described = named(files, number, file, texts)
+    if row.get("set"):
+        described["where"] = f"{row['set']}: {described['where']}"
+    equal = leaked.get((_path_of(files, file) or "", number))
+    if equal is not None:
+        described["leak"] = f"{os.path.basename(equal[0])} row {equal[1]}"
+    return described
 
 
 def _rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -39,8 +39,8 @@ def show(directories: Sequence[Path]) -> None:
     watched, console = Watched(directories), Console()
     if not console.is_terminal:
         watched.runs()
-        if watched.judge is not None:
-            watched.judge.wait(PATIENCE)
+        if watched.alarms is not None:
+            watched.alarms.wait(PATIENCE)
         console.print(table(watched.runs()))
         return
     with Live(table(watched.runs()), console=console, auto_refresh=False, screen=True) as live:

@@ -14,8 +14,8 @@ from rlhf_http.fields import BadRequest
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, StageDirectory
+from rlhf_report.watch.alarms import Alarms
 from rlhf_report.watch.comparing import compared
-from rlhf_report.watch.judging import Judge
 from rlhf_report.watch.listing import RunList
 from rlhf_report.watch.places import find_runs, is_within, run_id
 from rlhf_report.watch.results_view import results_of
@@ -53,8 +53,8 @@ class Watched:
         self.directories = [directory.expanduser().absolute() for directory in directories]
         self._given = {run_id(run.absolute()): run.absolute() for run in runs}
         # A report has no list, and keeps nothing.
-        self.judge = Judge(cache_directory()) if directories else None
-        self._list = RunList(self.judge.alarm) if self.judge else RunList()
+        self.alarms = Alarms(cache_directory()) if directories else None
+        self._list = RunList(self.alarms.of) if self.alarms else RunList()
         self._lock = threading.Lock()
         self._searching = threading.Lock()
         self._open: OrderedDict[str, WatchedRun] = OrderedDict()

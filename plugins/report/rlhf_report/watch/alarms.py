@@ -28,16 +28,16 @@ MOST_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class Judged:
-    """An alarm, the mark of the files that it was found in, when, and how long that took, in seconds."""
+class Alarm:
+    """A warning, "" for none, the mark of the files that it was found in, when, and how long that took, in seconds."""
 
-    alarm: str
+    text: str
     mark: str
     when: float = 0.0
     took: float = 0.0
 
 
-class Judge:
+class Alarms:
     """Reads runs, one after the other, in a thread that lives while there are some to read.
 
     folder: where what was found of runs that have ended is kept. Every method is safe to call from several threads.
@@ -46,12 +46,12 @@ class Judge:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._version = version("rlhf-report")
-        self._known: dict[Path, Judged] = {}
+        self._known: dict[Path, Alarm] = {}
         self._waiting: dict[Path, tuple[str, bool]] = {}
         self._changed = threading.Condition()
         self._is_working = False
 
-    def alarm(self, run: Path, fingerprint: Fingerprint) -> str | None:
+    def of(self, run: Path, fingerprint: Fingerprint) -> str | None:
         """Return what a run's files told last, None for nothing; they are read again where they have changed since."""
         mark = hashlib.sha256(repr((self._version, fingerprint)).encode()).hexdigest()
         is_running = bool(fingerprint[0])
@@ -60,7 +60,7 @@ class Judge:
             if known is None or (known.mark != mark and not (is_running and _is_soon(known))):
                 self._waiting[run] = (mark, is_running)
                 self._begin()
-        return known.alarm or None if known else None
+        return known.text or None if known else None
 
     def wait(self, seconds: float) -> None:
         """Wait until nothing is left to read, at most for a while."""
@@ -70,7 +70,7 @@ class Judge:
     def _begin(self) -> None:
         if not self._is_working:
             self._is_working = True
-            threading.Thread(target=self._work, name="judge", daemon=True).start()
+            threading.Thread(target=self._work, name="alarms", daemon=True).start()
 
     def _work(self) -> None:
         while True:
@@ -81,32 +81,32 @@ class Judge:
                     return
                 run, (mark, is_running) = next(iter(self._waiting.items()))
             began = time.monotonic()
-            alarm = _alarm(run)
+            text = _first_warning(run)
             now = time.monotonic()
-            judged = Judged(alarm, mark, now, now - began)
+            alarm = Alarm(text, mark, now, now - began)
             with self._changed:
-                self._known[run] = judged
+                self._known[run] = alarm
                 del self._waiting[run]
             if not is_running:
-                self._keep(run, judged)
+                self._keep(run, alarm)
 
     def _file(self, run: Path) -> Path:
-        return self._folder / f"{hashlib.sha256(os.fsencode(run)).hexdigest()[:24]}-verdict.json"
+        return self._folder / f"{hashlib.sha256(os.fsencode(run)).hexdigest()[:24]}-alarm.json"
 
-    def _kept(self, run: Path) -> Judged | None:
+    def _kept(self, run: Path) -> Alarm | None:
         """Read what an earlier server found; None where it found nothing, or its file is damaged."""
         try:
             with open(self._file(run), "rb") as file:
                 content = parse(file.read(MOST_BYTES)) or {}
         except OSError:
             return None
-        alarm, mark = content.get("alarm"), content.get("mark")
-        if not isinstance(alarm, str) or not isinstance(mark, str):
+        text, mark = content.get("alarm"), content.get("mark")
+        if not isinstance(text, str) or not isinstance(mark, str):
             return None
-        self._known[run] = Judged(alarm, mark)
+        self._known[run] = Alarm(text, mark)
         return self._known[run]
 
-    def _keep(self, run: Path, judged: Judged) -> None:
+    def _keep(self, run: Path, alarm: Alarm) -> None:
         """Write a file that only the user may read: prompts are private. Without a place to write, nothing is kept."""
         path = self._file(run)
         fresh = path.with_suffix(f".{os.getpid()}")
@@ -114,18 +114,18 @@ class Judge:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump({"alarm": judged.alarm, "mark": judged.mark}, file)
+                json.dump({"alarm": alarm.text, "mark": alarm.mark}, file)
             fresh.replace(path)
         except OSError:
             return
 
 
-def _is_soon(known: Judged) -> bool:
+def _is_soon(known: Alarm) -> bool:
     """Return whether a run that goes on was read too short a time ago to be read again."""
     return (time.monotonic() - known.when) * SHARE < known.took
 
 
-def _alarm(run: Path) -> str:
+def _first_warning(run: Path) -> str:
     """Return the heaviest warning of a run, with its stage's name where that is not the last; "" if there is none."""
     try:
         stages = WatchedRun("", run, is_whole=False).answer()["stages"]
