@@ -52,15 +52,9 @@ def test_results_are_those_of_the_files(page: Any) -> None:
     scores, calibration = rm["charts"]
     assert scores["lines"][0] == {"name": "chosen", "x": [0.5, 1.5], "y": [25.0, 75.0]}
     assert calibration["lines"][0] == {"name": "update 20, 4 pairs", "x": [0.7], "y": [0.75]}
-    assert rm["pairs"] == [
-        {
-            "row": "pairs.jsonl row 7",
-            "prompt": "p",
-            "chosen": "good",
-            "rejected": "bad",
-            "scores": [{"update": 20, "chosen": 1.5, "rejected": -0.5}],
-        }
-    ]
+    scores = [{"update": 20, "chosen": 1.5, "rejected": -0.5}]
+    texts = {"row": "pairs.jsonl row 7", "prompt": "p", "chosen": "good", "rejected": "bad"}
+    assert rm["pairs"] == [texts | {"scores": scores}]
 
 
 def test_completions_stand_at_the_same_place_in_the_order_of_their_rewards(page: Any) -> None:

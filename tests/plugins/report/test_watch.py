@@ -181,12 +181,8 @@ def test_states_of_runs(run: Path) -> None:
     with open(run / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entry = page.runs()["first"]
-        assert (entry["state"], entry["stage"], entry["update"], entry["updates"]) == (
-            "running",
-            "policy",
-            20,
-            40,
-        )
+        found = [entry[name] for name in ("state", "stage", "update", "updates")]
+        assert found == ["running", "policy", 20, 40]
         assert entry["seconds_left"] == pytest.approx(40)  # 2 s for each of 20 updates
         assert next(iter(entry["metrics"])) == "reward"
         assert len(entry["spark"]["values"]) == 20
