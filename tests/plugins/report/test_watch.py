@@ -551,6 +551,10 @@ STAYS = {"kl": 0 * UPDATES, "learning_rate": 1e-9 + 0 * UPDATES}
             "completions went from 14.5 to 44.5 tokens: see",
         ),
         (RISES | {"kl": UPDATES**2 / 2000}, "while the KL to the reference ran away"),
+        (
+            RISES | {"rewards/r/mean": 1 + NOISE - UPDATES / 40},
+            "Reward r fell from 0.8875 to 0.1375 while the",
+        ),
         (FLAT | {"completions/clipped_ratio": LATE * 0.9}, "90% of the completions are cut at the limit"),
         (FALLS | {"accuracy": 0.5 + NOISE / 4}, "the higher score; guessing gives 50%. See whether"),
         (

@@ -100,9 +100,13 @@ def warnings(found: Sequence[Sentence]) -> list[Sentence]:
 
 def checks(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Return what the metrics alone say, a warning or that it is well for each thing that they can tell."""
+    course = _course(metrics)
+    if course is None:
+        trained = _diverged(metrics)
+    else:
+        trained = [*_broken(metrics, course), *_running_away(metrics, course), *_traded(metrics, course)]
     return [
-        *_broken(metrics),
-        *_running_away(metrics),
+        *trained,
         *_accuracy(metrics),
         *_overfitting(metrics),
         *_unscored(metrics),
@@ -182,11 +186,8 @@ def _course(metrics: Mapping[str, Points]) -> Course | None:
     return None if change is None else Course(*change, _quarters(metrics.get("kl")))
 
 
-def _broken(metrics: Mapping[str, Points]) -> list[Sentence]:
-    """Say whether training made things worse, or the policy collapsed, and what speaks for the cause."""
-    course = _course(metrics)
-    if course is None:
-        return _diverged(metrics)
+def _broken(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
+    """Say whether training made a policy worse, or it collapsed, and what speaks for the cause."""
     found = [*_entropy(metrics, course), _reward(metrics, course), *_distance(metrics, course)]
     bad = [each for each in found if each.weight == HARM]
     others = [each for each in found if each.weight != HARM]
@@ -302,11 +303,9 @@ def _value_at(metrics: Mapping[str, Points], name: str, update: float) -> float 
     return None if points is None else points.value_at(int(update))
 
 
-def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
+def _running_away(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
     """Say whether the reward grew with the completions' length, or with the distance to the reference."""
-    course, length = _course(metrics), _quarters(metrics.get("completions/mean_length"))
-    if course is None:
-        return []
+    length = _quarters(metrics.get("completions/mean_length"))
     found, newest = [], metrics["reward"].steps[-1]
     has_risen, kl = course.has_risen, course.kl
     rose = f"The reward rose from {number(course.first)} to {number(course.last)}"
@@ -323,6 +322,24 @@ def _running_away(metrics: Mapping[str, Points]) -> list[Sentence]:
             "read completions before you believe it."
         )
         found.append(warn(text, DOUBT, "update", newest, sort="-reward"))
+    return found
+
+
+def _traded(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
+    """Name the rewards that fell while their weighted sum rose."""
+    found = []
+    for name in metrics:
+        reward = name.removeprefix("rewards/").removesuffix("/mean")
+        change = _change(metrics[name]) if name == f"rewards/{reward}/mean" else None
+        if change is None or not course.has_risen:
+            continue
+        first, last, error = change
+        if first - last > ERRORS * error:
+            text = (
+                f"Reward {reward} fell from {number(first)} to {number(last)} while the weighted sum of the rewards "
+                "rose: see whether its weight is meant so."
+            )
+            found.append(warn(text, NOTE, "update", metrics[name].steps[-1], sort="-reward"))
     return found
 
 
