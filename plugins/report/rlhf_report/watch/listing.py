@@ -82,7 +82,8 @@ def fingerprint(path: Path) -> Fingerprint:
 
 def stage_mark(folder: Path) -> Fingerprint:
     """Identify the content of a stage's files."""
-    return tuple(file_mark(folder / name) for name in (METRICS, "stage.json", "plan.json", *GROWING))
+    names = (METRICS, "stage.json", "plan.json", "best.json", *GROWING)
+    return tuple(file_mark(folder / name) for name in names)
 
 
 def _folders(path: Path) -> list[Path]:

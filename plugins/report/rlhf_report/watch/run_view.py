@@ -75,14 +75,10 @@ class WatchedRun:
         """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
         for link in links_that_leave(self.path)[:1]:
             raise Damaged(link, "it is a link that leaves the run's directory, and is not followed")
-        now = self._now()
+        now = fingerprint(self.path)
         if self._opened is None or self._opened[0] != now:
             self._opened = now, open_run(self.path, damaged=self._note)
         return self._opened[1]
-
-    def _now(self) -> Fingerprint:
-        """Identify the content of the run's files, and those that its folders have."""
-        return fingerprint(self.path)
 
     def _note(self, error: Damaged) -> None:
         self.problems[described(error)] = None
@@ -116,7 +112,7 @@ class WatchedRun:
 
     def answer(self) -> dict[str, Any]:
         """Describe the run."""
-        mark = self._now()
+        mark = fingerprint(self.path)
         if not self._answer or mark != self._mark:
             self._answer, self._mark = self._made(), mark
         return self._answer
