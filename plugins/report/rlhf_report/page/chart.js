@@ -85,7 +85,7 @@ function powers(low, high) {
 // Write a tick with as many digits as tell it from the one beside it.
 function tickText(value, step) {
   const size = Math.abs(value);
-  const apart = step && size ? Math.floor(Math.log10(size)) - Math.floor(Math.log10(step)) + 1 : 3;
+  const apart = step && size ? Math.floor(Math.log10(size)) - Math.floor(Math.log10(step)) + 1 : 4;
   const digits = Math.min(Math.max(apart, 1), 15);
   const short = (unit) => Number((value / unit).toPrecision(digits));
   if (size >= 1e9) return `${short(1e9)}G`;
