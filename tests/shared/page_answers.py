@@ -44,7 +44,7 @@ def metrics(updates: int = UPDATES, shift: float = 0.0) -> list[dict[str, Any]]:
                 ("reward", "rewards/model/mean"), float32(math.sin(step / 20) + shift - (step > 40))
             ),
             "zero": 0.0,
-            "kl": float32(step / 1000),
+            "kl": float32(2e-4 + step / 1e6),
             "loss": None if step == 33 else float32(0.1 / step),
             "grad_norm": float32(1 / step),
             **({"eval_reward": float32(shift)} if step % 20 == 0 else {}),
@@ -216,6 +216,7 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
             },
             {"text": f"Longer is better. {text}", "tone": "warning", "see": see},
         ],
+        "checked": [f"All values are finite. {text}"],
         "key": ["loss", "reward", "kl"],
         "metrics": names,
         "charts": charts,
@@ -313,7 +314,9 @@ def answers(text: str = "<b>bold</b>", *, updates: int = UPDATES) -> dict[str, A
             "of": "chosen",
             "falls": False,
             "update": 4,
-            "rows": [row | {"values": {"chosen": float32(1 / 3)}} for row in rows],
+            "rows": [
+                row | {"values": {"chosen": float32(1 / 3)}, "leak": f"x.jsonl row 7 {text}"} for row in rows
+            ],
         },
         "api/compare?runs=a%2Cb": {
             "runs": [

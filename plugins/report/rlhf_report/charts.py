@@ -61,7 +61,26 @@ KINDS = (
     ChartKind("Clip and KL", "Share of tokens clipped", ("clip_ratio/*",)),
     ChartKind("Clip and KL", "Sampler against trainer, nats", ("sampling/logp_difference_*",), log=True),
     ChartKind("Clip and KL", "Importance ratio of the sampler", ("sampling/importance_ratio_*",)),
-    ChartKind("Lengths", "Completion length, tokens", ("completions/*length",)),
+    ChartKind(
+        "Clip and KL", "Surprisal of the sampled tokens less entropy, nats per token", ("*/surprisal_gap*",)
+    ),
+    ChartKind("Clip and KL", "Surprisal less entropy, over its standard error", ("*/surprisal_z*",)),
+    ChartKind(
+        "Clip and KL",
+        "Evidence against the sampler, log10; 9 ends the run",
+        ("*/surprisal_evidence*",),
+    ),
+    ChartKind("Clip and KL", "Share of sampled tokens that the filters leave out", ("sampling/outside*",)),
+    ChartKind(
+        "Lengths",
+        "Completion length, tokens",
+        ("completions/mean_length", "completions/mean_terminated_length"),
+    ),
+    ChartKind(
+        "Lengths",
+        "Completion length: shortest and longest, tokens",
+        ("completions/m??_length", "completions/m??_terminated_length"),
+    ),
     ChartKind("Lengths", "Share of completions truncated at the limit", ("completions/clipped_ratio",)),
     ChartKind(EPISODES, "Turns per episode", ("episodes/turns",)),
     ChartKind(EPISODES, "Episodes that failed and are left out", ("episodes/failed",)),

@@ -13,6 +13,8 @@ from rlhf_report.samples import Completions
 
 ACCURACIES = ("eval_accuracy", "eval_rewards/accuracies")
 """Metrics of the share of pairs whose chosen reply has the higher score."""
+IMPROVED = "more than chance: an improvement"
+DOUBTED = "more than chance, but whether it is an improvement is in doubt"
 FEWEST = 4
 """Prompts below which no interval is given."""
 Z = 1.959963984540054
@@ -20,9 +22,13 @@ Z = 1.959963984540054
 
 
 def summary(
-    stage: ReportedStage, evaluations: Sequence[Mapping[str, Any]], completions: Completions | None
+    stage: ReportedStage,
+    evaluations: Sequence[Mapping[str, Any]],
+    completions: Completions | None,
+    *,
+    is_doubtful: bool = False,
 ) -> str:
-    """Return the sentence; empty where nothing was evaluated.
+    """Return the sentence; empty where nothing was evaluated. is_doubtful: a higher reward may be no improvement.
 
     evaluations: the first and last of evaluations/. Rewards, and losses, are compared row by row over all of
     `eval_data`. Where the first evaluation was after some updates, the few prompts whose completions were stored before
@@ -49,6 +55,8 @@ def summary(
     elif not texts and evaluations and accuracy:
         texts.append(_accuracy(stage, accuracy, evaluations[-1].get("pairs", 0)))
     text = " ".join(filter(None, texts)) or _loss(stage)
+    if is_doubtful:
+        text = text.replace(IMPROVED, DOUBTED)
     if text and len(lost) == 2 and not texts:
         text += _loss_of_rows(*(row["row_losses"] for row in lost))
     return text
@@ -82,7 +90,7 @@ def _rewards(
     half = t_quantile(len(both) - 1) * change.std(ddof=1) / np.sqrt(len(both))
     low, high = change.mean() - half, change.mean() + half
     verdict = (
-        "more than chance: an improvement"
+        IMPROVED
         if low > 0
         else "more than chance: the model is worse than before"
         if high < 0

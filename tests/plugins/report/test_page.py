@@ -31,13 +31,19 @@ VIEWS = {
         "Reward",
         "The lengths run away",
         "Longer is better",
-        "completions of update 41",
+        "See the completions of update 41 whose rewards differ most",
+        "1 check found nothing wrong",
         "before the first update",
     ],
     "run/a/rm": ["ann <b>bold</b>", "0.75", "4 of 4", "Newest rows"],
     "run/a/policy/update/40": ["×7", "brevity", "ended: length", "version 39 (1 old)", "advantage −0.3"],
     "run/a/rm/rows/4": ["pairs.jsonl row 2 <b>bold</b>", "0.3333", "margin 2"],
-    "run/a/rm/evaluation/4": ["pairs.jsonl row 0", "change +0.5", "evaluation at update 2: a rise is better"],
+    "run/a/rm/evaluation/4": [
+        "pairs.jsonl row 0",
+        "change +0.5",
+        "evaluation at update 2: a rise is better",
+        "same prompt as x.jsonl row 7",
+    ],
     "compare/a,b?all=1": [
         "learning_rate",
         "0.01 <b>bold</b>",
@@ -425,6 +431,9 @@ def test_charts_are_drawn_in_a_picture_and_on_paper(browser: Chromium, address: 
     drawn = "[...document.querySelectorAll('.plot')].map((plot) => plot.querySelectorAll('.line').length > 0)"
     count = 9 if address.startswith("file:") else 4
     assert browser.read(drawn) == [True] * count
+    ticks = "[...plot.querySelectorAll('text[text-anchor=end]')].map((tick) => tick.textContent)"
+    for labels in browser.read(f"[...document.querySelectorAll('.plot')].map((plot) => {ticks})"):
+        assert len(set(labels)) == len(labels)
     browser.look(width=800, height=600, dark=True, media="print")
     assert browser.read(drawn) == [True] * count
     assert browser.read(CONTRAST) == []

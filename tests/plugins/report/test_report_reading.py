@@ -145,13 +145,8 @@ def test_a_pipeline_with_a_line_past_a_stage() -> None:
 
 
 def test_every_metric_is_in_one_chart() -> None:
-    episodes = [
-        "episodes/turns",
-        "eval_episodes/turns",
-        "episodes/failed",
-        "episodes/cut_ratio",
-        "episodes/tries",
-    ]
+    names = "episodes/turns eval_episodes/turns episodes/failed episodes/cut_ratio episodes/tries"
+    episodes = names.split()
     grouped = charts.charts([*episodes, "loss", "odd"])
     groups = ["Loss and gradient", *["Episodes"] * 4, "Other metrics"]
     assert [kind.group for kind, _ in grouped] == groups

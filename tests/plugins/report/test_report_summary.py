@@ -51,6 +51,11 @@ def test_a_change_is_compared_prompt_by_prompt(tmp_path: Path, change: list[floa
     low, high = np.mean(change) - half, np.mean(change) + half
     interval = told.partition("95 % interval over prompts: ")[2].partition(")")[0].split(" to ")
     np.testing.assert_allclose([float(bound) for bound in interval], [low, high], rtol=0.01, atol=0.005)
+    cut = [{"step": i, "completions/clipped_ratio": 1.0} for i in range(1, 17)]
+    runs.write(run / "policy/metrics.jsonl", cut)
+    first, second = (each["text"] for each in runs.page(run).stages["policy"]["verdict"])
+    assert "100% of the completions are cut" in first
+    assert verdict.replace(": an improvement", ", but whether it is an improvement is in doubt") in second
 
 
 def test_few_prompts_and_no_change_have_no_interval(tmp_path: Path) -> None:

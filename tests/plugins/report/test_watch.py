@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import shutil
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +45,8 @@ class Page:
     """What a browser reads."""
 
     def __init__(self, *directories: Path, key: str | None = None) -> None:
-        self.client = TestClient(make_app(Watched(directories), key=key), base_url=ADDRESS)
+        self.watched = Watched(directories)
+        self.client = TestClient(make_app(self.watched, key=key), base_url=ADDRESS)
 
     def __call__(self, path: str, status: int = 200) -> Any:
         answer = self.client.get(f"/api/{path}")
@@ -55,6 +58,14 @@ class Page:
 
     def id(self, name: str) -> str:
         return str(self.runs()[name]["id"])
+
+    def alarm(self, name: str) -> str | None:
+        """Return what the list warns of once the run was read in the background."""
+        self.runs()
+        assert self.watched.alarms is not None
+        self.watched.alarms.wait(60)
+        alarm: str | None = self.runs()[name]["alarm"]
+        return alarm
 
 
 def rollout(number: int, word: str = "plain") -> Rollout:
@@ -147,27 +158,13 @@ def test_the_list_reads_the_ends_of_long_files(tmp_path: Path, monkeypatch: pyte
     assert np.diff([row["step"] for row in spread]).max() < 2 * 5000 / growing.PIECES
 
     read: list[int] = []
-    plain = open
 
-    class Counting:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __enter__(self) -> Any:
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.file.__exit__(*error)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def read(self, size: int) -> bytes:
+    class Counting(io.FileIO):
+        def read(self, size: int = -1) -> bytes:
             read.append(size)
-            return bytes(self.file.read(size))
+            return bytes(super().read(size) or b"")
 
-    monkeypatch.setattr(growing, "open", lambda path, mode: Counting(plain(path, mode)), raising=False)
+    monkeypatch.setattr(growing, "open", Counting, raising=False)
     ends(tmp_path / "m.jsonl")
     assert sum(read) == growing.END + growing.PIECES * growing.PIECE
 
@@ -184,12 +181,8 @@ def test_states_of_runs(run: Path) -> None:
     with open(run / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         entry = page.runs()["first"]
-        assert (entry["state"], entry["stage"], entry["update"], entry["updates"]) == (
-            "running",
-            "policy",
-            20,
-            40,
-        )
+        found = [entry[name] for name in ("state", "stage", "update", "updates")]
+        assert found == ["running", "policy", 20, 40]
         assert entry["seconds_left"] == pytest.approx(40)  # 2 s for each of 20 updates
         assert next(iter(entry["metrics"])) == "reward"
         assert len(entry["spark"]["values"]) == 20
@@ -305,7 +298,7 @@ def test_completions_are_sorted_filtered_and_found(run: Path, tmp_path: Path) ->
     after = {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
     changed = {path for path in after if after[path] != before.get(path)}
     assert {path.name for path in changed} <= {"journal", "rollout-000001.zip"}
-    (index,) = (tmp_path / "cache/rlhf/watch").iterdir()
+    (index,) = (tmp_path / "cache/rlhf/watch").glob("*.sqlite")
     assert index.stat().st_mode & 0o77 == 0
     index.write_bytes(b"no database")
     assert page(f"{address}?search=straw")["total"] == PROMPTS
@@ -424,7 +417,7 @@ def test_who_may_ask(run: Path) -> None:
     client = page.client
     for host in ("localhost", "localhost:8080", "127.0.0.1:1", "[::1]", "[::1]:8080", "LOCALHOST"):
         assert client.get("/", headers={"Host": host}).status_code == 200
-    for host in (
+    others = (
         "evil.example",
         "127.0.0.1.evil.example",
         "",
@@ -432,7 +425,8 @@ def test_who_may_ask(run: Path) -> None:
         "x@localhost",
         "[::1",
         "10.0.0.1:8080",
-    ):
+    )
+    for host in others:
         assert client.get("/api/runs", headers={"Host": host}).status_code == 400
     answer = client.get("/", headers={"Origin": "http://evil.example"})
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
@@ -451,10 +445,8 @@ def test_a_key_opens_the_page_once_it_is_given(run: Path, caplog: pytest.LogCapt
     assert client.get("/").status_code == 200
     assert client.get("/static/main.js").status_code == 200
     assert client.get("/api/runs").status_code == 401
-    assert (
-        client.get("/api/runs?key=a-long-key", headers={"Authorization": "Bearer a-long-key"}).status_code
-        == 401
-    )
+    bearer = {"Authorization": "Bearer a-long-key"}
+    assert client.get("/api/runs?key=a-long-key", headers=bearer).status_code == 401
     for wrong in ({"key": "another"}, {"key": "é"}, {"key": 3}):
         assert client.post("/api/key", json=wrong).status_code == 401
     assert client.post("/api/key", content=b"no JSON").status_code == 400
@@ -513,16 +505,11 @@ def test_rows_and_evaluations_have_names_and_texts(run: Path, tmp_path: Path) ->
             json.dumps({"rows": rows, "metrics": {"eval_loss": 1.0}})
         )
     page = Page(run)
+    assert str(page.alarm("first")).startswith("rm: 5 of 5 held-out prompts are in the training data")
     address = f"runs/{page.id('first')}/rm"
     rows = page(f"{address}/rows?update=4&sort=-loss")["rows"]
     assert [row["loss"] for row in rows] == [float(values[1]), float(values[0]), None]
-    assert rows[0] | {"text": ""} == {
-        "row": 1,
-        "where": "pairs.jsonl row 1",
-        "text": "",
-        "loss": rows[0]["loss"],
-        "scores": {},
-    }
+    assert (rows[0]["row"], rows[0]["where"], rows[0]["scores"]) == (1, "pairs.jsonl row 1", {})
     assert rows[0]["text"].startswith("prompt: question 0\nchosen: </script>")
     page(f"{address}/rows?update=5", 404)
     found = page(f"{address}/evaluations/20")
@@ -535,33 +522,44 @@ UPDATES = np.arange(40)
 LATE = UPDATES >= 20
 NOISE = np.tile([0.1, -0.1], 20)
 FLAT = {"reward": 1 + NOISE, "entropy": 1 + NOISE, "kl": UPDATES / 400, "loss": NOISE}
+RISES = FLAT | {"reward": 1 + NOISE + UPDATES / 40}
+FALLS = {"loss": 2 - UPDATES / 40}
+STAYS = {"kl": 0 * UPDATES, "learning_rate": 1e-9 + 0 * UPDATES}
 
 
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
         (FLAT, None),
+        (RISES | {"entropy": 0.9**UPDATES}, None),  # it has learnt its task
         (
-            FLAT | {"reward": 1 + NOISE + UPDATES / 40, "entropy": 0.9**UPDATES},
-            None,
-        ),  # it has learnt its task
-        (FLAT | {"reward": 1 + NOISE - UPDATES / 40}, "The reward fell from 0.8875 in the first quarter"),
+            FLAT | {"reward": 1 + NOISE - UPDATES / 40},
+            "0.0975 nats per token at most, so its steps were not too",
+        ),
         (FLAT | {"entropy": 0.9**UPDATES}, "collapsed: its entropy went from 1 nats per token to 0.02"),
-        (FLAT | {"kl": UPDATES / 20}, "1.725 nats per token away from the reference, and no better for it."),
-        ({"loss": 1 + NOISE + UPDATES / 40}, "The training loss rose from 1.113 to 1.863"),
+        (FLAT | {"kl": UPDATES / 20}, "1.725 nats per token away from the reference, and no better"),
+        (FLAT | {"kl": UPDATES / 20}, "and no better for it. By update 4 it was already more than 0.1 nats"),
+        (FLAT | {"kl": UPDATES / 100}, "The reward did not rise by more than chance: it went from 1 in the"),
+        (FLAT | {"kl": UPDATES**2 / 1000}, "It drifted: by update 12 it was more than 0.1 nats per token"),
+        (FLAT | STAYS, "with a learning_rate of at most 1e-09: it has hardly moved"),
+        ({"loss": 1 + NOISE + UPDATES / 40}, "The training loss rose from 1.113 in the first quarter"),
         ({"loss": 1 + NOISE + 4 * (abs(UPDATES - 5) < 3)}, "leapt from 1.1 to 5.03"),
-        ({"loss": 2 - UPDATES / 40}, None),
+        (FALLS, None),
+        (FALLS | {"eval_loss": 1 + abs(UPDATES - 20) / 20}, "It overfits: the held-out loss"),
         (
-            {"loss": 2 - UPDATES / 40, "eval_loss": 1 + abs(UPDATES - 20) / 20},
-            "It overfits: the held-out loss",
+            RISES | {"completions/mean_length": 10.0 + UPDATES},
+            "completions went from 14.5 to 44.5 tokens: see",
         ),
+        (RISES | {"kl": UPDATES**2 / 2000}, "while the KL to the reference ran away"),
         (
-            FLAT | {"reward": 1 + UPDATES / 40, "completions/mean_length": 10.0 + UPDATES},
-            "while completions went from 14.5 to 44.5 tokens: see whether it pays",
+            RISES | {"rewards/r/mean": 1 + NOISE - UPDATES / 40},
+            "Reward r fell from 0.8875 to 0.1375 while the",
         ),
+        (FLAT | {"completions/clipped_ratio": LATE * 0.9}, "90% of the completions are cut at the limit"),
+        (FALLS | {"accuracy": 0.5 + NOISE / 4}, "the higher score; guessing gives 50%. See whether"),
         (
-            FLAT | {"reward": 1 + UPDATES / 40, "kl": UPDATES**2 / 2000},
-            "while the KL to the reference ran away",
+            FALLS | {"accuracy": 1 + NOISE / 4, "eval_accuracy": 0.1 + NOISE / 4},
+            "7.5% of the held-out pairs: worse",
         ),
         (FLAT | {"frac_reward_zero_std": LATE * 0.9}, "In 90% of the last groups all rewards are equal"),
         (FLAT | {"rewards/r/unscored": (UPDATES == 7) * 0.4}, "without a score, 40.0% of those of update 8"),
@@ -580,15 +578,16 @@ def test_what_went_wrong_is_said_and_nothing_where_all_is_well(
     ]
     write(run / "policy/metrics.jsonl", [{n: None if v != v else v for n, v in row.items()} for row in rows])
     page = Page(run)
-    alarm = page.runs()["first"]["alarm"]
-    found = page(f"runs/{page.id('first')}")["stages"][1]["verdict"]
-    warned = [each for each in found if each["tone"] == "warning"]
+    alarm = page.alarm("first")
+    stage = page(f"runs/{page.id('first')}")["stages"][1]
+    warned = [each for each in stage["verdict"] if each["tone"] == "warning"]
     if said is None:
         assert (warned, alarm) == ([], None)
+        assert len(stage["checked"]) > 1
         return
     assert said in warned[0]["text"]
     assert alarm == warned[0]["text"]
-    assert warned[0]["see"] or "grad_norm" in metrics
+    assert warned[0]["see"] or {"grad_norm", "learning_rate"} & metrics.keys()
 
 
 def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
@@ -603,9 +602,10 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     data = [tmp_path / f"{name}.jsonl" for name in ("train", "held_out")]
     for path, first in zip(data, (0, 6), strict=True):
         write(path, [{"prompt": f"question {i}"} for i in range(first, first + 10)])
-    spec = json.loads((run / "policy/stage.json").read_text())
+    stage = run / "policy"
+    spec = json.loads((stage / "stage.json").read_text())
     spec["config"] |= {"train_data": str(data[0]), "eval_data": {"few": str(data[1])}}
-    (run / "policy/stage.json").write_text(json.dumps(spec))
+    (stage / "stage.json").write_text(json.dumps(spec))
     rows = [{"step": i + 1, "time": 1.0, "rewards/judge/unscored": 1 / 3} for i in range(9)]
     write(run / "policy/metrics.jsonl", rows)
     (run / "audit.json").write_text('{"stages": {"policy": [{"name": "x", "verdict": "pass"}, 3], "rm": 4}}')
@@ -617,11 +617,23 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     assert "4 of 10 held-out prompts are in the training data, too" in said
     assert "Longer completions have the higher rewards" in said
     assert "length explains 100% of the differences" in said
-    assert "left without a score all have “red”" in said
+    assert "without a score. All of them have “red”, which none of" in said
     see = next(see for text, see in found.items() if "“red”" in text)
     shown = page(f"runs/{id}/policy/rollouts?update=1&where=judge&without=1")
     assert see["query"] == {"where": "judge", "without": "1"}
     assert [group["row"] for group in shown["groups"]] == [0]
+    (stage / "evaluations").mkdir(exist_ok=True)
+    held_out = [{"row": 1, "reward": 1.0}, {"row": 5, "reward": 2.0}]
+    write(stage / "evaluations/000009.json", [{"rows": held_out}])
+    leaks = [row.get("leak") for row in page(f"runs/{id}/policy/evaluations/9")["rows"]]
+    assert leaks == ["train.jsonl row 7", None]
+    first = "4 of 10 held-out prompts are in the training data, too"
+    assert page.alarm("first").startswith(first)
+    assert Page(run).runs()["first"]["alarm"].startswith(first), "it was kept"
+    for kept in (tmp_path / "cache/rlhf/watch").glob("*.json"):
+        assert kept.stat().st_mode & 0o77 == 0
+        kept.write_text('{"alarm": 3}')
+    assert Page(run).alarm("first").startswith(first)
     checks = [{"name": "rewards", "verdict": "FAIL", "why": "0.5 apart"}, {"name": "x", "verdict": "pass"}]
     (run / "audit.json").write_text(json.dumps({"stages": {"policy": checks}}))
     os.utime(run / "audit.json", (1, 1))
@@ -630,6 +642,19 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
         "By rlhf audit, before its last updates, 1 of 2 promises do not hold. rewards: 0.5 apart"
         in found[0]["text"]
     )
+
+
+def test_a_run_that_goes_on_is_judged_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    judge = lambda run: time.sleep(0.05) or read.append(run) or f"{len(read)}"  # noqa: E731
+    monkeypatch.setattr("rlhf_report.watch.alarms._first_warning", judge)
+    alarms: Any = Watched([tmp_path]).alarms
+    for is_running, size, count in ((True, 1, 1), (True, 2, 1), (False, 3, 2), (False, 3, 2), (False, 4, 3)):
+        alarms.of(tmp_path, (is_running, size))
+        alarms.wait(60)
+        assert len(read) == count
+    kept: Any = Watched([tmp_path]).alarms
+    assert kept.of(tmp_path, (False, 4)) == "3"
 
 
 def test_the_table_of_a_terminal(run: Path) -> None:

@@ -5,6 +5,7 @@ const HEIGHT = 210;
 const EDGE = { left: 52, right: 10, top: 12, bottom: 24 };
 const COLOURS = 8;
 const DRAG = 8;
+const NEAR = 70; // pixels that the label of an event needs
 
 // Return the value of a row on the axis x: "update", "tokens" or "time" (seconds since the stage's first row).
 export function place(row, axis, first) {
@@ -81,13 +82,17 @@ function powers(low, high) {
   return made.length > 1 ? made : [low, high];
 }
 
-function tickText(value) {
+// Write a tick with as many digits as tell it from the one beside it.
+function tickText(value, step) {
   const size = Math.abs(value);
-  if (size >= 1e9) return `${Number((value / 1e9).toPrecision(3))}G`;
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  if (size !== 0 && size < 1e-3) return value.toExponential(0);
-  return String(Number(value.toPrecision(4)));
+  const apart = step && size ? Math.floor(Math.log10(size)) - Math.floor(Math.log10(step)) + 1 : 4;
+  const digits = Math.min(Math.max(apart, 1), 15);
+  const short = (unit) => Number((value / unit).toPrecision(digits));
+  if (size >= 1e9) return `${short(1e9)}G`;
+  if (size >= 1e6) return `${short(1e6)}M`;
+  if (size >= 1e4) return `${short(1e3)}k`;
+  if (size !== 0 && size < 1e-3) return short(1).toExponential();
+  return String(short(1));
 }
 
 // Return the extremes of the axis of values, a little room around them.
@@ -105,6 +110,16 @@ function range(lines, isLog) {
   if (isLog) return low === high ? [low / 2, high * 2] : [low, high];
   const room = low === high ? Math.abs(low) / 10 || 1 : (high - low) / 20;
   return [low - room, high + room];
+}
+
+// Put events together that are nearer than a part of the axis to the one before, so that their labels have room.
+function together(events, near) {
+  const groups = [];
+  for (const event of [...events].sort((a, b) => a.x - b.x)) {
+    if (groups.length && event.x - groups.at(-1).at(-1).x < near) groups.at(-1).push(event);
+    else groups.push([event]);
+  }
+  return groups;
 }
 
 // Return the path of a line, of many points the lowest and highest of each pixel's column.
@@ -210,25 +225,41 @@ export function makeChart(title, group, key) {
     const share = isLog ? (y) => Math.log(y / low) / Math.log(high / low) : (y) => (y - low) / (high - low);
     const toY = (y) => EDGE.top + (1 - share(y)) * inner.height;
     const bottom = EDGE.top + inner.height;
-    const across = (isLog ? powers(low, high) : ticks(low, high, 6)).map((value) => [
+    const across = (isLog ? powers(low, high) : ticks(low, high, 6)).map((value, i, all) => [
       svg("path", { class: "grid", d: `M${EDGE.left} ${toY(value)}H${width - EDGE.right}` }),
-      svg("text", { x: EDGE.left - 6, y: toY(value) + 4, "text-anchor": "end" }, tickText(value)),
+      svg(
+        "text",
+        { x: EDGE.left - 6, y: toY(value) + 4, "text-anchor": "end" },
+        tickText(value, isLog ? null : all[1] - all[0]),
+      ),
     ]);
     const xText = axis === "time" ? clock : tickText;
     const along = (end === start ? [start] : ticks(start, end, width < 420 ? 6 : 9))
       .filter((value) => axis !== "update" || Number.isInteger(value))
-      .map((value) => svg("text", { x: toX(value), y: HEIGHT - 6, "text-anchor": "middle" }, xText(value)));
-    const marks = (settings.events ?? [])
-      .filter(({ x }) => x >= start && x <= end)
-      .map(({ x, text, kind }) =>
+      .map((value, i, all) =>
+        svg("text", { x: toX(value), y: HEIGHT - 6, "text-anchor": "middle" }, xText(value, all[1] - all[0])),
+      );
+    const marks = together(
+      (settings.events ?? []).filter(({ x }) => x >= start && x <= end),
+      (span * NEAR) / inner.width,
+    ).map((events) => {
+      const left = toX(events[0].x);
+      const isLeft = left < width / 2;
+      const isOneKind = events.every(({ kind }) => kind === events[0].kind);
+      const words = events.length > 1 ? `${events.length} ${isOneKind ? events[0].kind : "event"}s` : events[0].kind;
+      return svg(
+        "g",
+        { class: `event ${events.at(-1).kind}` },
+        svg("title", {}, events.map(({ text }) => text).join("\n")),
+        events.map(({ x }) => svg("path", { d: `M${toX(x)} ${EDGE.top}V${bottom}` })),
+        svg("circle", { cx: left, cy: EDGE.top, r: 4 }),
         svg(
-          "g",
-          { class: `event ${kind}` },
-          svg("title", {}, text),
-          svg("path", { d: `M${toX(x)} ${EDGE.top}V${bottom}` }),
-          svg("circle", { cx: toX(x), cy: EDGE.top, r: 4 }),
+          "text",
+          { x: left + (isLeft ? 7 : -7), y: EDGE.top + 4, "text-anchor": isLeft ? "start" : "end" },
+          words,
         ),
       );
+    });
     const curves = drawn.map((line) => {
       const kind = `line c${line.colour % COLOURS}${line.dashed ? " dashed" : ""}`;
       if (settings.bars) return barsOf(line, { toX, toY });

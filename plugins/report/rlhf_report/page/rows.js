@@ -16,6 +16,7 @@ const CHANGES = [
   ["best", "got best"],
   ["row", "by row"],
 ];
+const LEAKED = ["leaked", "in the training data, too"];
 
 export async function showRows([, id, stageName, , updateText], query) {
   const run = await get("runs", id);
@@ -53,7 +54,9 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
   const evaluations = all.evaluations ?? [];
   const metrics = Object.entries(evaluations.find((each) => each.update === update)?.metrics ?? {});
   const hasChange = answer.rows.some((row) => Number.isFinite(row.change));
-  const sort = query.sort ?? (hasChange ? "worst" : "row");
+  const leaks = answer.rows.filter(({ leak }) => leak).length;
+  const sorts = [...(hasChange ? CHANGES : CHANGES.slice(2)), ...(leaks ? [LEAKED] : [])];
+  const sort = sorts.some(([by]) => by === query.sort) ? query.sort : sorts[0][0];
   const shown = ordered(answer, sort).filter((row) =>
     (row.text ?? "").toLowerCase().includes((query.search ?? "").toLowerCase()),
   );
@@ -75,8 +78,15 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
       "div",
       { class: "tools" },
       searchField(query, "search these rows"),
-      select("Sort", hasChange ? CHANGES : CHANGES.slice(2), sort, (by) => choose({ sort: by, offset: null })),
+      select("Sort", sorts, sort, (by) => choose({ sort: by, offset: null })),
     ),
+    leaks
+      ? el(
+          "p",
+          { class: "leak" },
+          `⚠ ${number(leaks)} of these ${number(answer.rows.length)} rows have a prompt that the training data have, too; each names the first such row.`,
+        )
+      : null,
     hasChange
       ? el(
           "p",
@@ -99,6 +109,7 @@ export async function showEvaluation([, id, stageName, , updateText], query) {
 // Sort the rows of an evaluation; a loss is better where it falls, all else where it rises.
 function ordered({ rows, falls }, sort) {
   if (sort === "row") return rows;
+  if (sort === "leaked") return [...rows].sort((a, b) => Boolean(b.leak) - Boolean(a.leak));
   const sign = (sort === "worst") === falls ? -1 : 1;
   return [...rows].sort((a, b) => sign * ((a.change ?? 0) - (b.change ?? 0)));
 }
@@ -121,6 +132,7 @@ function entry(row) {
       el("b", {}, row.where ?? `row ${row.row}`),
       values.map(([name, value]) => el("span", {}, `${name} `, el("b", { title: exact(value) }, number(value)))),
       change,
+      row.leak ? el("span", { class: "leak" }, `⚠ the same prompt as ${row.leak} of the training data`) : null,
     ),
     el("div", { class: "text" }, row.text),
   );

@@ -248,7 +248,7 @@ function isAlwaysZero(kind, rows) {
 // The first sentence on each stage.
 function verdicts(run) {
   const judged = run.stages.filter(({ verdict: sentences }) => sentences?.length);
-  const first = ({ name, verdict: sentences }) => el("li", {}, el("b", {}, name), ": ", sentences[0].text);
+  const first = ({ name, verdict: [{ text, tone }] }) => el("li", { class: tone }, el("b", {}, name), ": ", text);
   return judged.length ? el("ul", { class: "verdicts" }, judged.map(first)) : null;
 }
 
@@ -296,8 +296,43 @@ function evidence(id, stage, see) {
   const kept = { update: stage.rollouts, rows: stage.rows, evaluation: stage.evaluations }[see.kind] ?? [];
   if (!kept.length) return null;
   const at = see.update === null ? kept.at(-1) : kept[nearest(kept, see.update)];
+  const query = see.query ?? {};
+  const which = [
+    query.sort === "-spread" ? " whose rewards differ most" : "",
+    query.sort === "-reward" ? " with the highest rewards" : "",
+    query.sort === "leaked" ? " that are in the training data" : "",
+    query.without ? ` without a score of ${query.where}` : "",
+    query.finish ? " that were cut" : "",
+  ];
   const name = { update: "completions", rows: "rows", evaluation: "held-out rows" }[see.kind];
-  return el("a", { href: link(["run", id, stage.name, see.kind, at], see.query) }, `${name} of update ${number(at)}`);
+  const text = `See the ${name} of update ${number(at)}${which.join("")}`;
+  return el("a", { href: link(["run", id, stage.name, see.kind, at], query) }, text);
+}
+
+// The sentences with a link to where each shows; the same place is linked once.
+function told(id, stage) {
+  const seen = new Set();
+  return (stage.verdict ?? []).map(({ text, tone, see }) => {
+    const where = evidence(id, stage, see);
+    const isNew = where && !seen.has(where.href);
+    if (isNew) seen.add(where.href);
+    return el("li", { class: tone }, text, " ", isNew ? where : null);
+  });
+}
+
+function checked(stage) {
+  const texts = stage.checked ?? [];
+  if (!texts.length) return null;
+  return el(
+    "details",
+    { class: "checked", "data-key": `checked ${stage.name}` },
+    el("summary", {}, `${texts.length} check${texts.length > 1 ? "s" : ""} found nothing wrong`),
+    el(
+      "ul",
+      {},
+      texts.map((text) => el("li", {}, text)),
+    ),
+  );
 }
 
 function verdict(id, stage) {
@@ -306,17 +341,12 @@ function verdict(id, stage) {
     stage.state === "running" && Number.isFinite(stage.seconds_left) ? `${clock(stage.seconds_left)} left` : null,
     ...(stage.facts ?? []),
   ].filter(Boolean);
-  const sentences = stage.verdict ?? [];
+  const sentences = told(id, stage);
   return el(
     "section",
     { class: "verdict", "aria-label": "Verdict" },
-    sentences.length
-      ? el(
-          "ul",
-          {},
-          sentences.map(({ text, tone, see }) => el("li", { class: tone }, text, " ", evidence(id, stage, see))),
-        )
-      : null,
+    sentences.length ? el("ul", {}, sentences) : null,
+    checked(stage),
     stage.message ? el("p", { class: `message ${stage.state}` }, stage.message) : null,
     el("p", { class: "run-stage" }, progress(stage), facts.length ? el("small", {}, facts.join(" · ")) : null),
     stage.next ? el("p", { class: "note" }, "To continue: ", el("code", {}, stage.next)) : null,

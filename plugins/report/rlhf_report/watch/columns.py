@@ -33,7 +33,10 @@ class Columns(Mapping[str, Points]):
                 continue
             for name, value in row.items():
                 if name not in ("step", "time"):
-                    self._columns.setdefault(name, _Column()).add(step, number(value))
+                    column = self._columns.get(name)
+                    if column is None:
+                        column = self._columns[name] = _Column()
+                    column.add(step, number(value))
         self._seen = len(rows)
         return self._columns
 
@@ -61,11 +64,13 @@ class _Column:
         if value is None:
             self.missing += 1
             return
-        place = len(self.steps)
-        if place and step <= self.steps[-1]:
-            place = bisect_left(self.steps, step)
-            if self.steps[place] == step:
-                self.values[place] = value
-                return
-        self.steps.insert(place, step)
-        self.values.insert(place, value)
+        if not self.steps or step > self.steps[-1]:
+            self.steps.append(step)
+            self.values.append(value)
+            return
+        place = bisect_left(self.steps, step)
+        if self.steps[place] == step:
+            self.values[place] = value
+        else:
+            self.steps.insert(place, step)
+            self.values.insert(place, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,11 @@ from rlhf_core.hidden import scrub
 from rlhf_report.run_reader import METRICS, ReportedStage
 from rlhf_report.samples import text_of
 from rlhf_report.watch.growing import parse
-from rlhf_report.watch.listing import finite
+from rlhf_report.watch.leaks import Leaks
+from rlhf_report.watch.listing import AUDIT, finite
 from rlhf_report.watch.rollout_view import read_sampled, updates_per_rollout
-from rlhf_report.watch.rows_view import data_files
-from rlhf_report.watch.verdicts import Sentence, warn
+from rlhf_report.watch.verdicts import DOUBT, Sentence, warn, well
 
-AUDIT = "audit.json"
-"""In the run's directory, where one has written it: what `rlhf audit RUN --json` printed."""
 FOLLOWS = 0.5
 """The share of the rewards' variance within groups that is length's, from which rewards follow length: half."""
 FEWEST_GROUPS = 8
@@ -30,7 +28,7 @@ FEWEST_PROMPTS = 3
 MOST_ROLLOUTS = 16
 """Rollouts with completions without scores whose prompts are compared."""
 MOST_BYTES = 2**25
-"""Bytes of the data of each side that are read for leaks; what lies behind them is not looked at."""
+"""Bytes of what an audit printed that are read."""
 
 
 @dataclass
@@ -53,12 +51,12 @@ class FileEvidence:
 
     def __init__(self) -> None:
         self._seen: dict[int, RolloutEvidence] = {}
-        self._leak: tuple[Any, list[Sentence]] = ((), [])
+        self.leaks = Leaks()
 
     def sentences(self, stage: ReportedStage) -> list[Sentence]:
-        """Return a sentence for each thing that was found."""
+        """Return a sentence for each thing that was looked for, whether it was found or not."""
         numbers = stage.files.rollout_numbers
-        found = [*_audited(stage), *self._leaks(stage)]
+        found = [*_audited(stage), *self._leaked(stage)]
         if numbers:
             found += self._length(stage, numbers)
             found += self._prompts(stage, numbers)
@@ -70,20 +68,22 @@ class FileEvidence:
         return self._seen[number]
 
     def _length(self, stage: ReportedStage, numbers: Sequence[int]) -> list[Sentence]:
-        """Say that rewards follow length, by the rollouts 0, 1, 2, 4, 8 …: rewards that are won have no spread left."""
+        """Say whether rewards follow length, by rollouts 0, 1, 2, 4, 8 …: rewards that are won have no spread left."""
         wanted = [0, *(2**i for i in range(max(numbers).bit_length()))]
         places = dict.fromkeys(bisect_left(numbers, each) for each in wanted if each <= numbers[-1])
         seen = [self._of(stage, numbers[place]) for place in places]
         groups = sum(each.groups for each in seen)
         length, both, reward = np.sum([each.sums for each in seen], axis=0)
-        if groups < FEWEST_GROUPS or both**2 < FOLLOWS * length * reward:
+        if groups < FEWEST_GROUPS:
             return []
         share = both**2 / (length * reward)
-        text = (
-            f"{'Longer' if both > 0 else 'Shorter'} completions have the higher rewards: in {groups:,} groups of "
-            f"{len(seen)} rollouts, length explains {share:.0%} of the differences between the rewards of a prompt."
-        )
-        return [warn(text, "update", 1, sort="-spread")]
+        where = f"{groups:,} groups of {len(seen)} rollouts"
+        explained = f"length explains {share:.0%} of the differences between the rewards of a prompt"
+        if share < FOLLOWS:
+            return [well(f"In {where}, {explained}.")]
+        which = "Longer" if both > 0 else "Shorter"
+        text = f"{which} completions have the higher rewards: in {where}, {explained}."
+        return [warn(text, DOUBT, "update", 1, sort="-spread")]
 
     def _prompts(self, stage: ReportedStage, numbers: Sequence[int]) -> list[Sentence]:
         """Say what the prompts have in common that a reward left without a score."""
@@ -102,23 +102,32 @@ class FileEvidence:
             if len(without) >= FEWEST_PROMPTS and words and len(others) >= len(without):
                 named = ", ".join(f"“{scrub(word)[:40]}”" for word in sorted(words)[:3])
                 text = (
-                    f"The {len(without):,} prompts whose completions {reward} left without a score all have {named}, "
-                    f"which none of {len(others):,} others has."
+                    f"Reward {reward} left the completions of {len(without):,} prompts without a score. All of them "
+                    f"have {named}, which none of {len(others):,} other prompts has."
                 )
                 found.append(
-                    warn(text, "update", points.steps[points.values.argmax()], where=reward, without="1")
+                    warn(
+                        text, DOUBT, "update", points.steps[points.values.argmax()], where=reward, without="1"
+                    )
                 )
         return found
 
-    def _leaks(self, stage: ReportedStage) -> list[Sentence]:
+    def _leaked(self, stage: ReportedStage) -> list[Sentence]:
         """Say how many held-out prompts the training data have, too."""
-        files = [
-            sorted(set(data_files(stage.files, field).values())) for field in ("train_data", "eval_data")
-        ]
-        mark = [_mark(path) for side in files for path in side]
-        if self._leak[0] != mark:
-            self._leak = (mark, _leaked(*files) if all(files) else [])
-        return self._leak[1]
+        found = self.leaks.of(stage.files)
+        if not found.held_out or not found.training:
+            return []
+        if not found.rows:
+            return [
+                well(
+                    f"None of the {found.held_out:,} held-out prompts is in the training data, to the letter."
+                )
+            ]
+        text = (
+            f"{len(found.rows):,} of {found.held_out:,} held-out prompts are in the training data, too: what is "
+            "measured on them says little about others."
+        )
+        return [warn(text, DOUBT, "evaluation", sort="leaked")]
 
 
 def _audited(stage: ReportedStage) -> list[Sentence]:
@@ -141,11 +150,10 @@ def _audited(stage: ReportedStage) -> list[Sentence]:
         return [Sentence(f"By rlhf audit{late}, all of the {passed:,} promises that it could check hold.")]
     why = "; ".join(scrub(f"{each.get('name')}: {each.get('why')}")[:300] for each in failed[:3])
     more = f"; and {len(failed) - 3} more" if len(failed) > 3 else ""
-    return [
-        warn(
-            f"By rlhf audit{late}, {len(failed):,} of {passed + len(failed):,} promises do not hold. {why}{more}"
-        )
-    ]
+    text = (
+        f"By rlhf audit{late}, {len(failed):,} of {passed + len(failed):,} promises do not hold. {why}{more}"
+    )
+    return [warn(text, DOUBT)]
 
 
 def _checks(content: Mapping[str, Any], stage: str) -> list[Mapping[str, Any]]:
@@ -189,49 +197,3 @@ def _words(text: str) -> set[str]:
 
 def _words_of_all(texts: set[str]) -> set[str]:
     return set.intersection(*map(_words, texts)) if texts else set()
-
-
-def _mark(path: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size
-
-
-def _leaked(train: Sequence[str], held_out: Sequence[str]) -> list[Sentence]:
-    wanted = [prompt for path in held_out for prompt in _prompts_of(path)]
-    asked = set(wanted)
-    if not asked:
-        return []
-    known = {prompt for path in train for prompt in _prompts_of(path) if prompt in asked}
-    count = sum(prompt in known for prompt in wanted)
-    if not count:
-        return []
-    text = (
-        f"{count:,} of {len(wanted):,} held-out prompts are in the training data, too: what is measured on them says "
-        "little about others."
-    )
-    return [warn(text, "evaluation")]
-
-
-def _prompts_of(path: str) -> Iterator[str]:
-    """Yield the prompts of a .jsonl file, or the texts of rows without one; nothing of other or unreadable files."""
-    if not path.endswith(".jsonl"):
-        return
-    try:
-        with open(path, "rb") as file:
-            for line in file.readlines(MOST_BYTES):
-                row = parse(line)
-                prompt = "" if row is None else _prompt_of(row)
-                if prompt:
-                    yield prompt
-    except OSError:
-        return
-
-
-def _prompt_of(row: Mapping[str, Any]) -> str:
-    said = row.get("messages")
-    if isinstance(said, list):
-        return text_of(said[:-1])
-    return next((text_of(row[name]) for name in ("prompt", "question", "text", "chosen") if name in row), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,11 +14,13 @@ from typing import Any, Literal
 import rlhf_report.charts as charts
 from rlhf_core.runs import RunDirectory, StageDirectory, open_run
 from rlhf_report.run_reader import EVENTS, METRICS, RESOLVED, number
-from rlhf_report.watch.columns import Columns
-from rlhf_report.watch.growing import GrowingRows, Row, ends
+from rlhf_report.watch.growing import Row, ends
 from rlhf_report.watch.places import links_that_leave
-from rlhf_report.watch.verdicts import warnings
 
+AUDIT = "audit.json"
+"""In the run's directory, where one has written it: what `rlhf audit RUN --json` printed."""
+GROWING = ("journal", "evaluations", "samples", "rows", "values")
+"""Folders of a stage that files are added to."""
 MOST_METRICS = 6
 MOST_WARNINGS = 5
 SPARK = 60
@@ -39,15 +41,23 @@ class Listed:
 
 
 class RunList:
-    """The runs of the list, each read again only where its files have changed."""
+    """The runs of the list, each read again only where its files have changed.
 
-    def __init__(self) -> None:
+    alarm: returns what the page of a run warns of first, by its directory and fingerprint; None where it is not known,
+    and where there is none.
+    """
+
+    def __init__(self, alarm: Callable[[Path, Fingerprint], str | None] = lambda path, mark: None) -> None:
         self._known: dict[str, Listed] = {}
+        self._alarm = alarm
 
     def refresh(self, runs: Mapping[str, Path]) -> list[dict[str, Any]]:
         """Return the entries of the runs, {id: directory}, those that changed last first."""
         self._known = {id: self._listed(id, path) for id, path in runs.items()}
-        entries = [listed.entry for listed in self._known.values()]
+        entries = [
+            {**listed.entry, "alarm": self._alarm(runs[id], listed.fingerprint)}
+            for id, listed in self._known.items()
+        ]
         return sorted(entries, key=lambda entry: -entry["changed"])
 
     def _listed(self, id: str, path: Path) -> Listed:
@@ -64,15 +74,16 @@ class RunList:
 
 def fingerprint(path: Path) -> Fingerprint:
     """Identify the content of a run's files by their sizes and times, and whether it is running."""
-    marks: list[Any] = [_is_running(path), _mark(path / EVENTS), _mark(path / RESOLVED)]
+    marks: list[Any] = [_is_running(path), *(file_mark(path / name) for name in (EVENTS, RESOLVED, AUDIT))]
     for folder in (path, *_folders(path)):
-        marks += [
-            folder.name,
-            _mark(folder / METRICS),
-            _mark(folder / "stage.json"),
-            _mark(folder / "plan.json"),
-        ]
+        marks += [folder.name, stage_mark(folder)]
     return tuple(marks)
+
+
+def stage_mark(folder: Path) -> Fingerprint:
+    """Identify the content of a stage's files."""
+    names = (METRICS, "stage.json", "plan.json", "best.json", *GROWING)
+    return tuple(file_mark(folder / name) for name in names)
 
 
 def _folders(path: Path) -> list[Path]:
@@ -83,7 +94,8 @@ def _folders(path: Path) -> list[Path]:
         return []
 
 
-def _mark(path: Path) -> tuple[int, int, int] | None:
+def file_mark(path: Path) -> tuple[int, int, int] | None:
+    """Identify a file by when it changed, its size and its number; None where there is none."""
     try:
         status = os.stat(path)
     except OSError:
@@ -99,7 +111,7 @@ def _is_running(path: Path) -> bool:
 
 
 def _empty(path: Path) -> dict[str, Any]:
-    marks = [_mark(path), _mark(path / EVENTS)]
+    marks = [file_mark(path), file_mark(path / EVENTS)]
     return {
         "state": "stopped",
         "stage": "",
@@ -111,7 +123,6 @@ def _empty(path: Path) -> dict[str, Any]:
         "metrics": {},
         "spark": None,
         "warnings": [],
-        "alarm": None,
         "error": None,
     }
 
@@ -133,7 +144,7 @@ def _entry(path: Path) -> dict[str, Any]:
     entry |= {"stage": stage.name, "trainer": stage.trainer}
     planned = number(stage.plan.get("updates"))
     entry["updates"] = None if planned is None else int(planned)
-    mark = _mark(stage.dir / METRICS)
+    mark = file_mark(stage.dir / METRICS)
     if mark is None:
         return entry
     entry["changed"] = max(entry["changed"], mark[0] / 1e9)
@@ -153,7 +164,6 @@ def _progress(
     # Of metrics that are the same number, as a reward and its sum are, one is enough.
     once = {(newest[name], name.startswith(charts.EVAL)): name for name in reversed(metrics)}
     shown = [name for name in metrics if name in once.values()][:MOST_METRICS]
-    alarms = warnings(Columns(GrowingRows(Path(), [*spread, *last])))
     left = None
     if state == "running" and planned is not None:
         left = seconds_left(last, planned)
@@ -161,7 +171,6 @@ def _progress(
         "update": update,
         "seconds_left": left,
         "metrics": {name: newest[name] for name in shown},
-        "alarm": alarms[0].text if alarms else None,
         "spark": _spark(shown[0], [*spread, *last]) if shown else None,
     }
 

@@ -92,15 +92,20 @@ def _collect(value: Any, found: dict[str, str]) -> None:
 
 def named(files: Mapping[str, str], number: int, file: str | None, texts: DataRows) -> dict[str, Any]:
     """Name a row and read its text. file: its file's name; None where the data are a single one."""
-    name = file
-    if name is None and len(files) == 1:
-        name = next(iter(files))
-    path = files.get(os.path.basename(name or ""))
+    name = next(iter(files)) if file is None and len(files) == 1 else file
+    path = _path_of(files, file)
     return {
         "row": number,
         "where": f"{os.path.basename(name)} row {number}" if name else f"row {number}",
         "text": "" if path is None else texts.text(path, number),
     }
+
+
+def _path_of(files: Mapping[str, str], file: str | None) -> str | None:
+    """Return the path of a row's file; None where it is not known."""
+    if file is None and len(files) == 1:
+        return next(iter(files.values()))
+    return files.get(os.path.basename(file or ""))
 
 
 def rows_of(
@@ -142,11 +147,17 @@ def evaluations_of(stage: StageDirectory) -> dict[str, Any]:
     return {"evaluations": found}
 
 
-def evaluation_of(stage: StageDirectory, update: int, texts: DataRows) -> dict[str, Any] | None:
+def evaluation_of(
+    stage: StageDirectory,
+    update: int,
+    texts: DataRows,
+    leaked: Mapping[tuple[str, int], tuple[str, int]],
+) -> dict[str, Any] | None:
     """Describe an evaluation's rows, and how they changed since the evaluation before; None without it.
 
     `of`: the quantity whose `change` tells which rows got better: "margin", of chosen over rejected, or the first
-    value. `falls`: whether it is better for falling.
+    value. `falls`: whether it is better for falling. `leak`: the row of the training data with the same prompt, which
+    `leaked` has by (path, line).
     """
     every = stage.evaluations
     if update not in every:
@@ -161,10 +172,7 @@ def evaluation_of(stage: StageDirectory, update: int, texts: DataRows) -> dict[s
     for row in rows:
         values = _values(row)
         now, then = _quantity(values, of), _quantity(_values(before.get(_key(row), {})), of)
-        number = finite(row.get("row"))
-        described = named(files, int(number or 0), row.get("file") and str(row["file"]), texts)
-        if row.get("set"):
-            described["where"] = f"{row['set']}: {described['where']}"
+        described = _held_out(row, files, texts, leaked)
         found.append(described | {"values": values, "change": _difference(now, then)})
     return {
         "update": update,
@@ -173,6 +181,24 @@ def evaluation_of(stage: StageDirectory, update: int, texts: DataRows) -> dict[s
         "falls": of == "loss",
         "rows": found,
     }
+
+
+def _held_out(
+    row: Mapping[str, Any],
+    files: Mapping[str, str],
+    texts: DataRows,
+    leaked: Mapping[tuple[str, int], tuple[str, int]],
+) -> dict[str, Any]:
+    """Name a held-out row, with its text, and the row of the training data with its prompt, where there is one."""
+    number = int(finite(row.get("row")) or 0)
+    file = str(row["file"]) if row.get("file") else None
+    described = named(files, number, file, texts)
+    if row.get("set"):
+        described["where"] = f"{row['set']}: {described['where']}"
+    equal = leaked.get((_path_of(files, file) or "", number))
+    if equal is not None:
+        described["leak"] = f"{os.path.basename(equal[0])} row {equal[1]}"
+    return described
 
 
 def _rows(content: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -29,19 +29,23 @@ from rlhf_report.run_reader import (
     stage_state,
 )
 from rlhf_report.watch.columns import Columns
-from rlhf_report.watch.evidence import AUDIT, FileEvidence
-from rlhf_report.watch.growing import GrowingRows
+from rlhf_report.watch.evidence import FileEvidence
+from rlhf_report.watch.growing import GrowingRows, ends
+from rlhf_report.watch.leaks import Leaked
 from rlhf_report.watch.listing import (
+    AUDIT,
     Fingerprint,
+    file_mark,
     fingerprint,
     finite,
     important,
     seconds_left,
+    stage_mark,
     state_of,
 )
 from rlhf_report.watch.places import links_that_leave
 from rlhf_report.watch.rollout_view import updates_per_rollout
-from rlhf_report.watch.verdicts import verdict
+from rlhf_report.watch.verdicts import Sentence, verdict
 
 KEY = 8
 """Metrics of a stage that are shown first."""
@@ -49,10 +53,14 @@ KEY = 8
 
 @dataclass
 class WatchedRun:
-    """A run that is looked at: what was read of it, and the answer that was made of it last."""
+    """A run that is looked at: what was read of it, and the answer that was made of it last.
+
+    is_whole: whether all rows of metrics.jsonl are read; else its end and pieces of the rest, once.
+    """
 
     id: str
     path: Path
+    is_whole: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
     problems: dict[str, None] = field(default_factory=dict)
     _lines: dict[str, GrowingRows] = field(default_factory=dict)
@@ -60,21 +68,17 @@ class WatchedRun:
     _mark: Fingerprint = ()
     _opened: tuple[Fingerprint, RunDirectory] | None = None
     _answer: dict[str, Any] = field(default_factory=dict)
-    _verdicts: dict[str, tuple[Any, list[dict[str, Any]]]] = field(default_factory=dict)
+    _verdicts: dict[str, tuple[Any, list[Sentence]]] = field(default_factory=dict)
     _evidence: dict[str, FileEvidence] = field(default_factory=dict)
 
     def open(self) -> RunDirectory:
         """Open the directory. Raises InputError where it is no run any more, and Damaged for a link that leaves it."""
         for link in links_that_leave(self.path)[:1]:
             raise Damaged(link, "it is a link that leaves the run's directory, and is not followed")
-        now = self._now()
+        now = fingerprint(self.path)
         if self._opened is None or self._opened[0] != now:
             self._opened = now, open_run(self.path, damaged=self._note)
         return self._opened[1]
-
-    def _now(self) -> Fingerprint:
-        """Identify the content of the run's files, and those that its folders have."""
-        return (*fingerprint(self.path), *map(_newest_files, (self.path / name for name in self._lines)))
 
     def _note(self, error: Damaged) -> None:
         self.problems[described(error)] = None
@@ -85,8 +89,13 @@ class WatchedRun:
 
     def metrics(self, stage: StageDirectory) -> GrowingRows:
         """Return the rows of a stage's metrics, brought up to date. A file that cannot be read is a problem."""
-        lines = self._lines.setdefault(stage.name, GrowingRows(stage.dir / METRICS))
-        self._refresh(lines)
+        path = stage.dir / METRICS
+        if not self.is_whole and stage.name not in self._lines and path.exists():
+            spread, last = ends(path)
+            self._lines[stage.name] = GrowingRows(Path(), [*spread, *last])
+        lines = self._lines.setdefault(stage.name, GrowingRows(path))
+        if self.is_whole:
+            self._refresh(lines)
         return lines
 
     def events(self) -> list[dict[str, Any]]:
@@ -103,7 +112,7 @@ class WatchedRun:
 
     def answer(self) -> dict[str, Any]:
         """Describe the run."""
-        mark = self._now()
+        mark = fingerprint(self.path)
         if not self._answer or mark != self._mark:
             self._answer, self._mark = self._made(), mark
         return self._answer
@@ -179,6 +188,7 @@ class WatchedRun:
         left = None
         if stage.state == "running" and stage.planned is not None:
             left = seconds_left(rows, stage.planned)
+        sentences = self._verdict(stage)
         return {
             "name": stage.name,
             "trainer": stage.trainer,
@@ -190,7 +200,8 @@ class WatchedRun:
             "facts": list(stage.facts),
             "next": _next_command(stage, run),
             "seconds_left": left,
-            "verdict": self._verdict(stage, stage.updates),
+            "verdict": [asdict(each) for each in sentences if each.tone != "checked"],
+            "checked": [each.text for each in sentences if each.tone == "checked"],
             "key": [name for name in important(names) if not name.startswith(charts.EVAL)][:KEY],
             "metrics": names,
             "charts": shown_charts(names),
@@ -201,21 +212,27 @@ class WatchedRun:
             "evaluations": list(files.evaluations),
         }
 
-    def _verdict(self, stage: ReportedStage, update: int) -> list[dict[str, Any]]:
+    def _verdict(self, stage: ReportedStage) -> list[Sentence]:
         """Return the sentences of a stage; they are made again where it has logged or been evaluated since."""
-        mark = (update, stage.state, _newest_files(stage.files.dir), len(stage.files.evaluations))
+        mark = (stage.state, stage_mark(stage.files.dir), file_mark(self.path / AUDIT))
         known = self._verdicts.get(stage.name)
         if known is None or known[0] != mark:
             problems: list[str] = []
             try:
-                evidence = self._evidence.setdefault(stage.name, FileEvidence()).sentences(stage)
-                known = (mark, [asdict(each) for each in verdict(stage, problems, evidence)])
+                known = (mark, verdict(stage, problems, self._files(stage.name).sentences(stage)))
             except Exception as error:  # evaluations may hold anything
                 known = (mark, [])
                 problems.append(f"{stage.name}: no verdict: {error}")
             self.problems |= dict.fromkeys(problems)
             self._verdicts[stage.name] = known
         return known[1]
+
+    def leaks(self, stage: StageDirectory) -> Leaked:
+        """Return which held-out prompts of a stage the training data have, too."""
+        return self._files(stage.name).leaks.of(stage)
+
+    def _files(self, stage: str) -> FileEvidence:
+        return self._evidence.setdefault(stage, FileEvidence())
 
 
 def read_run(path: str | Path) -> ReportedRun:
@@ -272,18 +289,6 @@ def number_of(row: Mapping[str, Any], name: str) -> float | None:
     """Return a number of a row; None where it has none."""
     value = finite(row.get(name))
     return None if value is None or abs(value) > LARGEST else value
-
-
-def _newest_files(stage: Path) -> tuple[int, ...]:
-    """Return when files were last added to the folders of a stage, and when the run was audited."""
-    marks = []
-    folders = [stage / name for name in ("journal", "evaluations", "samples", "rows", "values")]
-    for path in (*folders, stage.parent / AUDIT):
-        try:
-            marks.append(path.stat().st_mtime_ns)
-        except OSError:
-            marks.append(0)
-    return tuple(marks)
 
 
 def _toml(run: ReportedRun) -> str:

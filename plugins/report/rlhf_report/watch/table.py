@@ -17,6 +17,8 @@ from rich.text import Text
 import rlhf_report.charts as charts
 from rlhf_report.watch.watched import Watched
 
+PATIENCE = 10.0
+"""Seconds that a table which is printed once waits for what is wrong with the runs."""
 SECONDS = 2.0
 """Between two readings."""
 BARS = "▁▂▃▄▅▆▇█"
@@ -36,6 +38,9 @@ def show(directories: Sequence[Path]) -> None:
     """Show the table until Ctrl-C; once where the output is no terminal."""
     watched, console = Watched(directories), Console()
     if not console.is_terminal:
+        watched.runs()
+        if watched.alarms is not None:
+            watched.alarms.wait(PATIENCE)
         console.print(table(watched.runs()))
         return
     with Live(table(watched.runs()), console=console, auto_refresh=False, screen=True) as live:

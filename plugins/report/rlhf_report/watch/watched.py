@@ -14,6 +14,7 @@ from rlhf_http.fields import BadRequest
 from rlhf_core.errors import InputError, suggest
 from rlhf_core.hidden import scrub_all
 from rlhf_core.runs import Damaged, StageDirectory
+from rlhf_report.watch.alarms import Alarms
 from rlhf_report.watch.comparing import compared
 from rlhf_report.watch.listing import RunList
 from rlhf_report.watch.places import find_runs, is_within, run_id
@@ -34,7 +35,7 @@ from rlhf_report.watch.rollout_view import (
 )
 from rlhf_report.watch.rows_view import DataRows, evaluation_of, evaluations_of, model_of, rows_of
 from rlhf_report.watch.run_view import WatchedRun
-from rlhf_report.watch.search_index import SearchIndex
+from rlhf_report.watch.search_index import SearchIndex, cache_directory
 
 MOST_OPEN = 8
 """Runs whose metrics are kept in memory."""
@@ -51,7 +52,9 @@ class Watched:
     def __init__(self, directories: Sequence[Path] = (), runs: Sequence[Path] = ()) -> None:
         self.directories = [directory.expanduser().absolute() for directory in directories]
         self._given = {run_id(run.absolute()): run.absolute() for run in runs}
-        self._list = RunList()
+        # A report has no list, and keeps nothing.
+        self.alarms = Alarms(cache_directory()) if directories else None
+        self._list = RunList(self.alarms.of) if self.alarms else RunList()
         self._lock = threading.Lock()
         self._searching = threading.Lock()
         self._open: OrderedDict[str, WatchedRun] = OrderedDict()
@@ -159,7 +162,11 @@ class Watched:
 
     def evaluation(self, id: str, stage: str, update: int) -> Json:
         """Describe the held-out rows of an evaluation."""
-        found = evaluation_of(self._stage(self._run(id), stage), update, self._rows)
+        run = self._run(id)
+        files = self._stage(run, stage)
+        with run.lock:
+            leaked = run.leaks(files).rows
+        found = evaluation_of(files, update, self._rows, leaked)
         if found is None:
             raise BadRequest(f"stage '{stage}' has no evaluation after update {update}", status=404)
         return found
