@@ -164,7 +164,7 @@ class Distill:
     def __init__(self) -> None:
         rng = np.random.default_rng(3)
         self.head, self.model = "lm", definition("lm")
-        self.teacher_config = {**CONFIG, "num_hidden_layers": 1}
+        self.teacher_config = {**CONFIG, "num_hidden_layers": 1, "rope_theta": 100.0}
         layers = jax.tree.map(lambda x: x[:1], weights("lm")["layers"])
         self.teacher = {**weights("lm"), "layers": layers}
         divergence = installed_registry().get(DIVERGENCE, "jsd", beta=self.beta)
