@@ -11,9 +11,8 @@ from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 from transformers import AutoTokenizer, GenerationConfig
-from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, load_model, plugins, sampling
+from rlhf_core import REWARD, data, load_model, plugins, sampling
 from rlhf_core.fit import batches
 from rlhf_core.rollouts import Reward, score
 from rlhf_core.rollouts.collector import reward_inputs
@@ -21,6 +20,7 @@ from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
 from rlhf_core.tokenizer import load_tokenizer
 from tests.shared import chat_cases as chat
+from tests.shared import commands
 
 ONE = {"learning_rate": 1e-3, "max_training_steps": 1, "total_batch_size": 2}
 ROWS = [
@@ -114,8 +114,7 @@ def test_scores_read_what_was_trained(chain, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(Scorer, "_score_some", record)
     path = chain["reward"][0].path
     rows = tiny.write_rows(tmp_path / "rows.jsonl", ROWS)
-    command = ["score", str(path), str(rows), "-o", str(tmp_path / "scored.jsonl")]
-    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+    commands.rlhf("score", path, rows, "-o", tmp_path / "scored.jsonl")
     assert read == wanted(whole=True)
     read.clear()
     rollout_scores(chain, tiny)
@@ -158,8 +157,7 @@ def stops(monkeypatch):
 
 
 def generate(model, asked):
-    command = ["generate", str(model), str(asked), "--max_completion_length", "2"]
-    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+    commands.rlhf("generate", model, asked, "--max_completion_length", 2)
 
 
 def test_texts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, stops):
@@ -224,5 +222,4 @@ def test_a_check_knows_the_template_of_an_earlier_stage(tiny, tmp_path):
     """
     for text, fine in ((pipeline, True), (pipeline.replace('chat_template = "plain"', ""), False)):
         (tmp_path / "pipeline.toml").write_text(text)
-        done = CliRunner().invoke(cli.app, ["check", str(tmp_path / "pipeline.toml")])
-        assert (done.exit_code == 0) is fine
+        commands.rlhf("check", tmp_path / "pipeline.toml", fails=not fine)

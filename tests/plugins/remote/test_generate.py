@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,15 @@ import jax
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
-from typer.testing import CliRunner
 
-from rlhf_core import cli, data, sampling
+from rlhf_core import data, sampling
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer import load_tokenizer
+from tests.shared import commands
 
+run = partial(commands.rlhf, "generate")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] + ' ' + m.content + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A ' }}{% if x is defined %}{{ x }}{% endif %}{% endif %}"
@@ -51,12 +53,6 @@ def model(tiny: Any, tmp_path: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     dataclasses.replace(tiny.make_model("lm"), tokenizer=tokenizer).save(tmp_path / "model")
     return tmp_path / "model"
-
-
-def run(*arguments: Any) -> Any:
-    result = CliRunner().invoke(cli.app, ["generate", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def ids(tiny: Any, text: str) -> list[int]:
@@ -226,8 +222,7 @@ def test_a_system_message_precedes_prompts_without_one(
     assert asked[0] == asked[1]
     plain = tiny.write_rows(tmp_path / "plain.jsonl", [{"prompt": "c d"}])
     for arguments in ([plain], ["--prompt", "c", "--raw"]):
-        result = CliRunner().invoke(cli.app, ["generate", *map(str, [model, *arguments]), "--system", "g"])
-        assert result.exit_code != 0
+        result = commands.rlhf("generate", model, *arguments, "--system", "g", fails=True)
         assert "--system" in str(result.exception or result.output)
 
 

@@ -11,12 +11,12 @@ import pytest
 from rlhf_reward import RewardConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, installed_registry, load_model, plugins
+from rlhf_core import REWARD, data, installed_registry, load_model, plugins
 from rlhf_core.fit import batches
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
+from tests.shared import commands
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*sequences are longer than the 7 tokens", "ignore:.*over 7 tokens cut"
@@ -187,8 +187,7 @@ def python(trained, tiny, tmp_path):
 
 def command(trained, tiny, tmp_path):
     source, target = tiny.write_rows(tmp_path / "pairs.jsonl", trained.case.rows), tmp_path / "scored.jsonl"
-    arguments = ["score", str(trained.path), str(source), "-o", str(target)]
-    assert CliRunner().invoke(cli.app, arguments, catch_exceptions=False).exit_code == 0
+    commands.rlhf("score", trained.path, source, "-o", target)
     return [row[f"{side}_score"] for row in tiny.read_rows(target) for side in ("chosen", "rejected")]
 
 
