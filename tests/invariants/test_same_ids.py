@@ -13,7 +13,7 @@ from rlhf_sft import SFTConfig
 from transformers import AutoTokenizer, GenerationConfig
 
 from rlhf_core import REWARD, data, load_model, plugins, sampling
-from rlhf_core.fit import batches
+from rlhf_core.fit import ExampleUpdates
 from rlhf_core.rollouts import Reward, score
 from rlhf_core.rollouts.collector import reward_inputs
 from rlhf_core.sampling import Rollouts
@@ -40,13 +40,13 @@ def tokenizer():
 
 
 def trained_on(monkeypatch):
-    seen, inner = [], batches.ExampleUpdates.__init__
+    seen, inner = [], ExampleUpdates.__init__
 
     def spy(self, source, *arguments, **options):
         seen.extend(source.trees)
         inner(self, source, *arguments, **options)
 
-    monkeypatch.setattr(batches.ExampleUpdates, "__init__", spy)
+    monkeypatch.setattr(ExampleUpdates, "__init__", spy)
     return seen
 
 

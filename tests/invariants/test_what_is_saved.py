@@ -192,10 +192,3 @@ def test_an_adapters_base_model_is_verified_and_known_again(
     (copied / artifacts.MANIFEST).unlink()  # of a directory without hashes, the contract still knows
     with pytest.raises(InputError, match="has other weights than those it was trained on"):
         Scorer.load(artifact.path)
-
-
-@pytest.mark.long
-def test_a_damaged_manifest_is_named(copied: Path) -> None:
-    (copied / artifacts.MANIFEST).write_text(json.dumps({"files": 3}))
-    with pytest.raises(InputError, match=r"rlhf_artifact\.json is damaged"):
-        load_model(copied)

@@ -57,15 +57,22 @@ def other_tokenizer(name: str, change: Callable[[Any], object], taught: bool = F
     return Mistake(name, make, "check distill.toml")
 
 
-def labels(name: str, *given: Any, size: int = 4) -> Mistake:
-    """A check of rows with these labels, None: without one."""
+def labels(name: str, *given: Any, held_out: tuple[Any, ...] = (), settings: str = "") -> Mistake:
+    """A check of rows with these labels, and of held-out ones, None: without one."""
 
     def make(place: Any) -> None:
-        row = FILES["corpus.jsonl"]
-        rows = [row | ({} if label is None else {"label": label}) for label in given]
-        place.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        row, more = FILES["corpus.jsonl"], settings
+        for file, found in (("labels.jsonl", given), ("held_out.jsonl", held_out)):
+            rows = [row | ({} if label is None else {"label": label}) for label in found]
+            place.write(file, "".join(json.dumps(row) + "\n" for row in rows))
+        if held_out:
+            more = 'eval_data = { easy = "labels.jsonl", hard = "held_out.jsonl" }\n' + more
         stage = place.good["dpo.toml"].decode().replace("dpo", "kto").replace("pairs.jsonl", "labels.jsonl")
-        place.write("kto.toml", stage.replace("total_batch_size = 4", f"total_batch_size = {size}"))
+        replaced = [line.partition(" = ")[0] for line in more.splitlines()]
+        if "num_train_epochs" in replaced:
+            replaced.append("max_training_steps")
+        kept = [line for line in stage.splitlines() if line.partition(" = ")[0] not in replaced]
+        place.write("kto.toml", "\n".join([*kept, more, ""]))
 
     return Mistake(name, make, "check kto.toml")
 
@@ -110,6 +117,10 @@ POLICIES = [
 ]
 PREFERENCES = [
     dpo("beta = 0.0"),
+    dpo('loss = "robust"'),
+    dpo('loss = { name = "robust", label_smoothing = 0.1 }'),
+    dpo('loss = "orpo"'),
+    dpo('loss = "orpo"\nbeta = 0.2'),
     Mistake(
         "chosen and rejected are the same in every pair",
         lambda place: place.write(
@@ -127,12 +138,20 @@ ONLINE = [
     online("sampling = { temperature = 0.0 }"),
     online("missing_eos_penalty = 1.0"),
 ]
+APO = 'loss = "apo_zero_unpaired"'
 LABELS = [
     labels("a label that is neither", 1, 0.5),
     labels("rows without a label", None),
     labels("one class", 1, 1, 1),
-    labels("updates of one row", 1, 0, size=1),
+    labels("updates of one row", 1, 0, settings="total_batch_size = 1"),
+    labels(
+        "updates of one row, of a loss that needs no other", 1, 0, settings=f"{APO}\ntotal_batch_size = 1"
+    ),
+    labels("a last update of one row", 1, 0, 1, 0, 1, settings="num_train_epochs = 1"),
+    labels("held-out rows with a label that is neither", 1, 0, held_out=(1, 2)),
+    labels("a held-out row", 1, 0, held_out=(1,)),
     labels("labels that are not balanced", 1, 1, 1, 0),
+    labels("labels that are not balanced, with a weight", 1, 1, 1, 0, settings="undesirable_weight = 2.6"),
 ]
 STUDENTS = [
     distill("on_policy_fraction = 0.1"),

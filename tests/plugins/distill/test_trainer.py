@@ -8,13 +8,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from rlhf_distill import DistillConfig
 
 from rlhf_core import hookimpl, load_model
 from rlhf_core.testing import MODEL_TABLE, check_trainer, texts, tokenizer
+from tests.shared.compiled import LOWERED, compilations
 from tests.shared.short_runs import Watch
 
 SHORT: dict[str, Any] = {
@@ -102,30 +102,15 @@ def train(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> l
     return watch.rows
 
 
-@pytest.fixture
-def traced() -> Iterator[list[str]]:
-    """The functions that are lowered or compiled."""
-    found: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
-            found.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
 GIVEN = {"on_policy_fraction": 0.0, "max_training_steps": 1}
 
 
-def test_an_equal_run_traces_nothing_again(
-    tiny: ModuleType, teacher_path: Path, tmp_path: Path, traced: list[str]
-) -> None:
-    train(tiny, teacher_path, tmp_path / "first", **GIVEN)
+def test_an_equal_run_traces_nothing_again(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
+    with compilations(LOWERED) as traced:
+        train(tiny, teacher_path, tmp_path / "first", **GIVEN)
     assert any("accumulate" in name for name in traced)
-    traced.clear()
-    train(tiny, teacher_path, tmp_path / "second", **GIVEN)
+    with compilations(LOWERED) as traced:
+        train(tiny, teacher_path, tmp_path / "second", **GIVEN)
     assert not traced
 
 
