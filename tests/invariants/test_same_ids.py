@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 from transformers import AutoTokenizer, GenerationConfig
 
-from rlhf_core import REWARD, data, load_model, plugins, sampling
+from rlhf_core import load_model, sampling
 from rlhf_core.fit import ExampleUpdates
-from rlhf_core.rollouts import Reward, score
-from rlhf_core.rollouts.collector import reward_inputs
-from rlhf_core.sampling import Rollouts
 from rlhf_core.scoring import Scorer
-from rlhf_core.tokenizer import load_tokenizer
 from tests.shared import chat_cases as chat
 from tests.shared import commands
 
@@ -102,45 +96,6 @@ def test_template_and_stop_tokens_are_saved_with_the_model(chain, stage):
     assert AutoTokenizer.from_pretrained(path).chat_template == chat.CHATML
     assert GenerationConfig.from_pretrained(path).eos_token_id == stops
     assert load_model(path, head="lm" if stage == "sft" else "score").stop_ids == tuple(stops)
-
-
-def test_scores_read_what_was_trained(chain, tiny, tmp_path, monkeypatch):
-    read = []
-
-    def record(self, sequences, group):
-        read.extend(each.tolist() for each in sequences)
-        return np.zeros(len(sequences), np.float32)
-
-    monkeypatch.setattr(Scorer, "_score_some", record)
-    path = chain["reward"][0].path
-    rows = tiny.write_rows(tmp_path / "rows.jsonl", ROWS)
-    commands.rlhf("score", path, rows, "-o", tmp_path / "scored.jsonl")
-    assert read == wanted(whole=True)
-    read.clear()
-    rollout_scores(chain, tiny)
-    assert read == wanted(whole=True)
-
-
-def rollout_scores(chain, tiny):
-    """As GRPO has completions scored that its policy has sampled: ids, up to the token that ended them."""
-    policy = load_tokenizer(chain["sft"][0].path)
-    asked = [{"prompt": row["prompt"]} for row in ROWS for _ in range(2)]
-    prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None)
-    told = wanted(whole=False)
-    sampled = [ids[len(start) :] for ids, start in zip(told, prompts.ids, strict=True)]
-    assert [[*start, *ids] for start, ids in zip(prompts.ids, sampled, strict=True)] == told
-    width = max(map(len, sampled))
-    samples = Rollouts(
-        tokens=np.array([[*ids, *[0] * (width - len(ids))] for ids in sampled], np.int32),
-        lengths=np.array([len(ids) for ids in sampled], np.int32),
-        logps=np.zeros((len(sampled), width), np.float32),
-        finished=np.full(len(sampled), True),
-    )
-    inputs = reward_inputs(prompts, range(len(asked)), samples, policy)
-    registry = plugins.load().registry
-    judge = registry.get(REWARD, "model", model=str(chain["reward"][0].path))
-    judge.setup(SimpleNamespace(devices=tiny.one_device, registry=registry))
-    return score([Reward("model", 1.0, judge)], inputs)
 
 
 @pytest.fixture

@@ -195,12 +195,3 @@ def test_policy_loss_does_not_drop_what_a_loss_of_a_plugin_objects_to(registry):
         loss(loss_type="strict", epsilon=2.0)
     with pytest.raises(InputError, match="policy loss 'strict' has level 'token'"):
         loss(loss_type="strict", importance_sampling_level="sequence")
-
-
-def test_a_loss_that_is_not_a_number_a_token_is_named(registry):
-    """A mean would be broadcast in silence, and averaged once more."""
-    for number, shape in enumerate([(), (3,), (2, 1)]):
-        registry.add(POLICY_LOSS, f"mine{number}", lambda inputs, shape=shape: LossOutput(jnp.ones(shape)))
-        said = rf"policy loss 'mine{number}' .*returned an array of shape .*\[2, 3\]"
-        with pytest.raises(InputError, match=said):
-            loss(loss_type=f"mine{number}")

@@ -6,17 +6,13 @@ import dataclasses
 import warnings
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from rlhf_grpo import GRPOConfig
 
 from rlhf_core import data, sampling
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer import load_tokenizer
 from tests.shared import commands
@@ -181,33 +177,6 @@ def test_texts_for_a_chat_model_are_reported_for_every_stage(chat: bool, tiny: A
     if not chat:
         tokenizer.chat_template = None
         assert all(report.all_as_given for report in reports())
-
-
-def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> None:
-    tokenizer = tiny.make_tokenizer()
-    prompts = data.encode_prompts(data.load([{"prompt": "c"}]), tokenizer, max_prompt_length=None)
-    tokens = np.array([ids(tiny, "a b h")], np.int32)
-
-    def sampler(*_: Any) -> Rollouts:
-        return Rollouts(tokens, np.array([3], np.int32), np.zeros((1, 3), np.float32), np.ones(1, bool))
-
-    read = []
-
-    def judge(completions: list[str]) -> list[float]:
-        read.extend(completions)
-        return [1.0] * len(completions)
-
-    rewards = [Reward("judge", 1.0, judge)]
-    stage: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
-    key = jax.random.key(0)
-    for stops in ((), tuple(ids(tiny, "h"))):
-        options = sampling.SamplingOptions(stop_token_ids=stops)
-        collector = RolloutCollector(
-            stage, prompts, tokenizer, sampler, rewards, RolloutOptions(8, 1, options, 1)
-        )
-        collector.sample(None, np.array([0]), key, np.array([0]))
-    assert [text.strip() for text in read] == ["a b h", "a b"]
-    assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)
 
 
 def test_a_system_message_precedes_prompts_without_one(

@@ -12,6 +12,7 @@ import pytest
 from jsonschema import Draft7Validator
 
 from rlhf_core import InputError, plugins
+from rlhf_core.config import build
 from rlhf_core.contracts import TRAINER
 from tests.shared import commands
 
@@ -113,7 +114,7 @@ def configure(stage: dict[str, Any]) -> None:
     """Build a stage's config. Raises InputError."""
     registry = plugins.installed_registry()
     options = {key: value for key, value in stage.items() if key not in ("name", "trainer")}
-    registry.get(TRAINER, stage["trainer"]).config.from_dict(options)
+    build(registry.get(TRAINER, stage["trainer"]).config, options, registry=registry)
 
 
 @pytest.mark.filterwarnings("ignore")
