@@ -60,7 +60,6 @@ TYPES = [
     setting("extra_optimizer_kwargs = 3"),
     setting('do_train = "no"'),
     setting('verbose = "no"'),
-    policy('max_length = "x"'),
     setting("do_eval = 0"),
     setting('train_data = ["pairs.jsonl", inf]'),
     policy('kl = "k1"'),
