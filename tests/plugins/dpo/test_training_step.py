@@ -7,11 +7,11 @@ import pytest
 from rlhf_dpo import completion_logps, evaluation_step, training_step
 
 from rlhf_core import create_state
+from tests.shared.samplers import full_logps
 
 SGD = optax.sgd(1.0)
 """One object for all tests, as it is a part of what a compiled step is found by; so are β and the batches' sizes."""
 BETA = 0.2
-WIDTH = 16
 METRICS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 METRICS |= {"logps/chosen", "logps/rejected", "loss"}
 SIDES = ("chosen", "rejected")
@@ -54,15 +54,10 @@ def make_batch(sequences, *, side="right", extra=0):
 
 
 def expected_logps(model, params, rows):
-    """Compute the float64 log-softmax of the model's logits, one sequence at a time, each from the start of a row."""
-    out = []
-    for tokens, start in rows:
-        ids, mask = (np.pad(x, (0, WIDTH - len(tokens)))[None] for x in (tokens, np.ones(len(tokens), int)))
-        logits = np.asarray(model.with_params(params).logits(ids, mask), np.float64)[0, : len(tokens)]
-        logits -= logits.max(-1, keepdims=True)
-        logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        out.append(sum(logps[t - 1, tokens[t]] for t in range(start, len(tokens))))
-    return np.array(out)
+    """Compute the log-probability of each completion in float64, from the model's logits of it alone."""
+    return np.array(
+        [full_logps(model.definition, params, ids[:start], ids[start:]).sum() for ids, start in rows]
+    )
 
 
 def expected_loss(model, params, sequences, batch, kind, beta):

@@ -5,6 +5,7 @@ import pytest
 from rlhf_kto import KTOConfig, KTOTrainer
 
 from rlhf_core import load_model
+from tests.shared.samplers import full_logps
 
 SHORT = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 1, "beta": 0.5}
 
@@ -18,12 +19,8 @@ def log_ratios(models, tokenizer, prompts, completions):
     found = []
     for prompt, completion in zip(prompts, completions, strict=True):
         start = len(tokenizer(prompt)["input_ids"])
-        ids = np.array([*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id])
-        sums = []
-        for model in models:
-            logits = np.asarray(model.logits(ids[None], np.ones((1, len(ids)), int))[0], np.float64)
-            logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            sums.append(sum(logps[t - 1, ids[t]] for t in range(start, len(ids))))
+        ids = [*tokenizer(prompt + completion)["input_ids"], tokenizer.eos_token_id]
+        sums = [full_logps(each.definition, each.params, ids[:start], ids[start:]).sum() for each in models]
         found.append(sums[0] - sums[1])
     return np.array(found)
 
