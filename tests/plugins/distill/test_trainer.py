@@ -1,4 +1,4 @@
-"""The trainer: the kit's properties, what an update trains on, and that a student approaches its teacher."""
+"""The trainer: the kit's properties, what an update trains on, its teacher, and that a student approaches it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from rlhf_distill import DistillConfig
 
-from rlhf_core import hookimpl, load_model
+from rlhf_core import load_model
 from rlhf_core.testing import MODEL_TABLE, check_trainer, texts, tokenizer
 from tests.shared.compiled import LOWERED, compilations
+from tests.shared.interrupts import interrupt
 from tests.shared.short_runs import Watch
 
 SHORT: dict[str, Any] = {
@@ -34,13 +35,6 @@ def kit_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = {**MODEL_TABLE, "hidden_size": 24, "num_hidden_layers": 1}
     fresh_model(table, "lm", tokenizer=tokenizer(), seed=3).save(path)
     return path
-
-
-class StopAt:
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.long
@@ -67,7 +61,7 @@ def test_a_stream_is_sampled_and_given_and_continues_with_the_same_bits(
 
     straight = run("straight")
     with pytest.raises(KeyboardInterrupt):
-        run("parts", StopAt())
+        run("parts", interrupt(3))
     parts = run("parts")
     assert all(np.array_equal(parts[name], straight[name]) for name in straight)
 
@@ -182,3 +176,23 @@ def test_the_student_s_previews(
     files = sorted(tmp_path.glob("samples/preview-*"))
     assert [path.name for path in files] == ["preview-000000.jsonl", "preview-000001.jsonl"]
     assert all(json.loads(path.read_text())["length"] <= 3 for path in files)
+
+
+def test_padded_vocabularies_are_one(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
+    """48 ids in the tokenizer and the teacher, 64 in the student."""
+    student = tiny.make_model(vocab_size=64, num_hidden_layers=1)
+    assert student.definition.vocab_size == 64
+    config = DistillConfig(
+        teacher_model=str(teacher_path),
+        total_batch_size=4,
+        max_training_steps=1,
+        max_completion_length=4,
+        num_preview_samples=0,
+    )
+    artifact = tiny.run("distill", config, tmp_path, model=student, train_dataset=tiny.prompts(4))
+    assert artifact.kind == "language_model"
+
+
+def test_fractions_are_counted() -> None:
+    config = DistillConfig(on_policy_fraction=0.25, total_batch_size=32)
+    assert (config.sampled_per_update, config.given_per_update) == (8, 24)

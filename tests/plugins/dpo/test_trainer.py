@@ -6,24 +6,14 @@ import numpy as np
 import pytest
 from rlhf_dpo import DPOConfig, DPOTrainer, completion_logps, evaluation_step
 
-from rlhf_core import create_state, hookimpl, load_model, optimizers
-from rlhf_core.errors import InputError, RunError
+from rlhf_core import create_state, load_model, optimizers
+from rlhf_core.errors import InputError
+from tests.shared.interrupts import interrupt
 
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")}
 NAMES = REWARDS | {"logps/chosen", "logps/rejected", "loss"}
 SHORT = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 6, "log_steps": 1, "beta": 0.5}
 SIDES = ("chosen", "rejected")
-
-
-class Watch:
-    def __init__(self, stop_at=None):
-        self.rows, self.stop_at = [], stop_at
-
-    @hookimpl
-    def rlhf_step_end(self, step, metrics):
-        self.rows.append({"step": step, **metrics})
-        if step == self.stop_at:
-            raise InterruptedError
 
 
 def padded(tokenizer, rows):
@@ -132,8 +122,8 @@ def test_a_run_that_accepts_mended_pairs_reads_their_reference(tiny, tmp_path, c
     mended = [{**row, "chosen": " q r s"} if i == 7 else row for i, row in enumerate(rows)]
     config = DPOConfig(**SHORT, save_steps=1, save_directory=str(tmp_path))
     given = {"model": tiny.make_model(scale=4.0)}
-    with pytest.raises(RunError, match="InterruptedError"):
-        DPOTrainer(config, train_dataset=rows, callbacks=[Watch(3)], **given).train()
+    with pytest.raises(KeyboardInterrupt):
+        DPOTrainer(config, train_dataset=rows, callbacks=[interrupt(3)], **given).train()
     with pytest.raises(InputError, match='accept=\\["train_data"\\]'):
         DPOTrainer(config, train_dataset=mended, **given).train()
     with pytest.warns(UserWarning, match="continues after update 2 with what was accepted: train_data"):
