@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-from rlhf_core import cli
 from rlhf_core.plugins import load_file
+from tests.shared import commands
 
 # Tests run their programs for milliseconds: what counts is the time to compile. Without optimisations and with XLA's
 # older emitters it is less than half; programs so small are not worth splitting among threads.
@@ -259,9 +259,6 @@ def place(places: ModuleType, good: dict[str, bytes], tmp_path: Path, monkeypatc
     return made
 
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-
-
 class Ended(NamedTuple):
     code: int
     message: str
@@ -271,22 +268,17 @@ class Ended(NamedTuple):
 
 
 @pytest.fixture
-def rlhf(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+def rlhf(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
     """The command `rlhf` with these arguments, in this process."""
 
     def call(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["rlhf", *arguments])
         capfd.readouterr()
-        handlers = {number: signal.getsignal(number) for number in STOPPING}
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        for number, handler in handlers.items():
-            signal.signal(number, handler)  # a process that was stopped ignores them until it has ended
+        code = commands.typed(arguments)
         out, err = capfd.readouterr()
         assert "Traceback" not in out + err, err
         lines = [line for line in err.splitlines() if not line.startswith("[")]
         warned = [line for line in lines if line.startswith("warning: ")]
         message = "\n".join(line for line in lines if line not in warned)
-        return Ended(int(stop.value.code or 0), message, "\n".join(warned), out)
+        return Ended(code, message, "\n".join(warned), out)
 
     return call

@@ -131,7 +131,10 @@ def test_an_update_is_its_definition_however_it_is_laid_out(case, request, monke
     monkeypatch.setattr(jax, "jit", lambda function: function)  # what stands for a model looks values up
     options = {**case.options, "num_items": None}  # the trainer counts the tokens itself
     layout = list(LAYOUTS.values())[request.node.callspec.params["case"] % len(LAYOUTS)]
-    assert_is(packed(case, layout), case, options, case.correction)
+    got = packed(case, layout)
+    assert_is(got, case, options, case.correction)
+    for name, number in reference.sampler_metrics(case.data, case.correction).items():
+        assert float(got[1][name]) == pytest.approx(number, rel=1e-5, abs=1e-6), name
 
 
 FOUR: list[dict[str, Any]] = [

@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +19,16 @@ import pytest
 from huggingface_hub import snapshot_download
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig, SFTTrainer
-from rlhf_tools import commands
 
 from rlhf_core import InputError, RunError, load_model, plugins, run_pipeline
 from rlhf_core.data import load
 from rlhf_core.data.streams import open_streams
 from rlhf_core.hub import parse
 from rlhf_core.tokenizer import load_tokenizer
+from tests.shared import commands
 from tests.shared.plans import forecast_of, plan_of
+
+export = partial(commands.rlhf, "export")
 
 
 class Hub:
@@ -195,9 +198,7 @@ def test_a_pushed_model_is_pulled_byte_by_byte(
 ) -> None:
     there, address = hub
     tiny.make_model().save(tmp_path / "MODEL")
-    commands.export(
-        str(tmp_path / "MODEL"), tmp_path / "out", push="me/orders", private=True, revision="first"
-    )
+    export(tmp_path / "MODEL", tmp_path / "out", "--push", "me/orders", "--private", "--revision", "first")
     model = there.models["me/orders"]
     assert (model["private"], there.commits) == (True, [("me/orders", "first")])
     written = {
@@ -216,19 +217,19 @@ def test_a_pushed_model_is_pulled_byte_by_byte(
     assert load_model(pulled).hf_config == load_model(tmp_path / "MODEL").hf_config
     # The weights of an earlier push go, other files stay; and what is public is not made private in silence.
     pushed |= {"model-00001-of-00002.safetensors": b"old", "notes.md": b"mine"}
-    commands.export(str(tmp_path / "MODEL"), push="me/orders", revision="first")
+    export(tmp_path / "MODEL", "--push", "me/orders", "--revision", "first")
     assert set(pushed) == {*written, "notes.md"}
     model["private"] = False
     with pytest.raises(InputError, match="me/orders is public on the hub"):
-        commands.export(str(tmp_path / "MODEL"), push="me/orders", private=True)
+        export(tmp_path / "MODEL", "--push", "me/orders", "--private")
     monkeypatch.setenv("HF_TOKEN", "hf_other")
     with pytest.raises(InputError, match=r"the hub refuses it .*hf auth login"):
-        commands.export(str(tmp_path / "MODEL"), push="me/orders")
+        export(tmp_path / "MODEL", "--push", "me/orders")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(
         RunError, match=r"--push me/orders: the upload failed: .*refused; nothing here is lost"
     ):
-        commands.export(str(tmp_path / "MODEL"), push="me/orders")
+        export(tmp_path / "MODEL", "--push", "me/orders")
 
 
 @pytest.mark.long
@@ -244,7 +245,7 @@ def test_the_card_of_a_reward_model(hub: tuple[Hub, str], tiny: ModuleType, tmp_
         train_dataset=tiny.pairs(8),
         eval_dataset=tiny.pairs(8, seed=1),
     )
-    commands.export(str(artifact.path), push="me/judge")
+    export(artifact.path, "--push", "me/judge")
     card = there.models["me/judge"]["branches"]["main"]["README.md"].decode()
     assert card.startswith('---\nlibrary_name: "transformers"\npipeline_tag: "text-classification"\n')
     assert 'AutoModelForSequenceClassification.from_pretrained("me/judge")' in card
@@ -324,7 +325,7 @@ def test_a_run_keeps_to_the_commits_that_it_began_with(
     result = run_pipeline("pipeline.toml", sets=[f"policy.model={model}", "policy.max_training_steps=2"])
     assert result.stages["policy"].skipped
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    commands.export("runs/hub/policy/artifacts/model", push="me/policy")
+    export("runs/hub/policy/artifacts/model", "--push", "me/policy")
     card = there.models["me/policy"]["branches"]["main"]["README.md"].decode()
     assert 'base_model: "me/orders"' in card
     assert data in card

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_core import cli, plugins
+from rlhf_core import plugins
 from rlhf_core.errors import InputError
 from rlhf_core.models import fresh_model, load_model
+from tests.shared import commands
 
 PLUGIN = """
 from rlhf_core import MODEL, hookimpl
@@ -45,10 +45,9 @@ def made(tmp_path: Path, plugin: Path, tiny: Any) -> Path:
 
 
 def test_a_command_opens_a_family_given_as_a_file(made: Path, plugin: Path, tmp_path: Path) -> None:
-    typed = ["export", str(made), str(tmp_path / "exported")]
-    result = CliRunner().invoke(cli.app, [*typed, "--plugin", str(plugin)])
-    assert result.exit_code == 0, (result.output, result.exception)
-    assert isinstance(CliRunner().invoke(cli.app, typed).exception, InputError)
+    typed = ["export", made, tmp_path / "exported"]
+    commands.rlhf(*typed, "--plugin", plugin)
+    assert isinstance(commands.rlhf(*typed, fails=True).exception, InputError)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from rlhf_grpo import GRPOConfig
 from rlhf_core import hookimpl, load_model
 from rlhf_core.errors import RunError
 from rlhf_core.mesh import make_mesh
+from tests.shared.short_runs import early
 
 SHARED: dict[str, Any] = {
     "learning_rate": 1e-2,
@@ -60,10 +61,6 @@ class StopsAt:
         if step == self.step:
             raise StopError
         self.rows[step] = dict(metrics)
-
-
-def early(completions: list[str]) -> list[float]:
-    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 
 def trained(

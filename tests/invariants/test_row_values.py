@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from rlhf_core import hookimpl
 from rlhf_core.mesh import make_mesh
 from rlhf_core.runs import open_run
+from tests.shared.interrupts import interrupt
 
 VALUES = {
     "sft": {"loss": "loss"},
@@ -61,18 +61,6 @@ def test_rows_of_several_files_name_theirs(short: Any, tiny: ModuleType) -> None
     assert places == [("a.jsonl", 1), ("a.jsonl", 2), ("b.jsonl", 1), ("b.jsonl", 2)]
 
 
-class Stops:
-    """A logger that raises once, after an update."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == self.step:
-            raise ConnectionError("the run ends here")
-
-
 def losses(stage: Path) -> dict[int, tuple[list[int], np.ndarray]]:
     """Return {update: (numbers of rows, their losses)}."""
     found = {}
@@ -106,8 +94,8 @@ def test_losses_of_rows_are_those_of_their_updates(trainer: str, devices: int, s
             assert values.mean(dtype=np.float64) == pytest.approx(logged, rel=1e-5)
     if devices == 2:
         return
-    with pytest.raises(ConnectionError):
-        short.train(trainer, at="broken", listeners=(Stops(3),), save_steps=2, **mesh, **changes)
+    with pytest.raises(KeyboardInterrupt):
+        short.train(trainer, at="broken", listeners=(interrupt(3),), save_steps=2, **mesh, **changes)
     assert 4 not in losses(short.directory / "broken" / trainer)
     short.train(trainer, at="broken", save_steps=2, **mesh, **changes)
     for update in found:

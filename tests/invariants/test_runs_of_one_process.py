@@ -24,9 +24,10 @@ from rlhf_core.contracts import PairInputs
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Decoder
 from rlhf_core.plugins import load_file
-from rlhf_core.runtime import caches, machine
+from rlhf_core.runtime import caches
 from rlhf_core.state import TrainState
 from rlhf_core.training import PaddedObjective, saved_bytes
+from tests.shared.plans import planned_for
 
 PROBE = """
 import os
@@ -288,6 +289,6 @@ def test_forecasts_for_planned_devices_do_not_take_the_bytes_of_these(tiny: Any)
     definition = tiny.make_model().definition
     estimate = partial(saved_bytes, definition, (4, 64))
     here = estimate()
-    with machine.planning_for(machine.Planned("gpu", 1, 10**9)):
+    with planned_for("gpu", 1):
         assert estimate() < here
     assert estimate() == here

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 from rlhf_reward import RewardConfig
 from rlhf_sft import SFTConfig
 from transformers import AutoTokenizer, GenerationConfig
-from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, load_model, plugins, sampling
-from rlhf_core.fit import batches
-from rlhf_core.rollouts import Reward, score
-from rlhf_core.rollouts.collector import reward_inputs
-from rlhf_core.sampling import Rollouts
+from rlhf_core import load_model, sampling
+from rlhf_core.fit import ExampleUpdates
 from rlhf_core.scoring import Scorer
-from rlhf_core.tokenizer import load_tokenizer
 from tests.shared import chat_cases as chat
+from tests.shared import commands
 
 ONE = {"learning_rate": 1e-3, "max_training_steps": 1, "total_batch_size": 2}
 ROWS = [
@@ -40,13 +34,13 @@ def tokenizer():
 
 
 def trained_on(monkeypatch):
-    seen, inner = [], batches.ExampleUpdates.__init__
+    seen, inner = [], ExampleUpdates.__init__
 
     def spy(self, source, *arguments, **options):
         seen.extend(source.trees)
         inner(self, source, *arguments, **options)
 
-    monkeypatch.setattr(batches.ExampleUpdates, "__init__", spy)
+    monkeypatch.setattr(ExampleUpdates, "__init__", spy)
     return seen
 
 
@@ -104,46 +98,6 @@ def test_template_and_stop_tokens_are_saved_with_the_model(chain, stage):
     assert load_model(path, head="lm" if stage == "sft" else "score").stop_ids == tuple(stops)
 
 
-def test_scores_read_what_was_trained(chain, tiny, tmp_path, monkeypatch):
-    read = []
-
-    def record(self, sequences, group):
-        read.extend(each.tolist() for each in sequences)
-        return np.zeros(len(sequences), np.float32)
-
-    monkeypatch.setattr(Scorer, "_score_some", record)
-    path = chain["reward"][0].path
-    rows = tiny.write_rows(tmp_path / "rows.jsonl", ROWS)
-    command = ["score", str(path), str(rows), "-o", str(tmp_path / "scored.jsonl")]
-    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
-    assert read == wanted(whole=True)
-    read.clear()
-    rollout_scores(chain, tiny)
-    assert read == wanted(whole=True)
-
-
-def rollout_scores(chain, tiny):
-    """As GRPO has completions scored that its policy has sampled: ids, up to the token that ended them."""
-    policy = load_tokenizer(chain["sft"][0].path)
-    asked = [{"prompt": row["prompt"]} for row in ROWS for _ in range(2)]
-    prompts = data.encode_prompts(data.load(asked), policy, max_prompt_length=None)
-    told = wanted(whole=False)
-    sampled = [ids[len(start) :] for ids, start in zip(told, prompts.ids, strict=True)]
-    assert [[*start, *ids] for start, ids in zip(prompts.ids, sampled, strict=True)] == told
-    width = max(map(len, sampled))
-    samples = Rollouts(
-        tokens=np.array([[*ids, *[0] * (width - len(ids))] for ids in sampled], np.int32),
-        lengths=np.array([len(ids) for ids in sampled], np.int32),
-        logps=np.zeros((len(sampled), width), np.float32),
-        finished=np.full(len(sampled), True),
-    )
-    inputs = reward_inputs(prompts, range(len(asked)), samples, policy)
-    registry = plugins.load().registry
-    judge = registry.get(REWARD, "model", model=str(chain["reward"][0].path))
-    judge.setup(SimpleNamespace(devices=tiny.one_device, registry=registry))
-    return score([Reward("model", 1.0, judge)], inputs)
-
-
 @pytest.fixture
 def stops(monkeypatch):
     """The stop tokens of every sampler that is made."""
@@ -158,8 +112,7 @@ def stops(monkeypatch):
 
 
 def generate(model, asked):
-    command = ["generate", str(model), str(asked), "--max_completion_length", "2"]
-    assert CliRunner().invoke(cli.app, command, catch_exceptions=False).exit_code == 0
+    commands.rlhf("generate", model, asked, "--max_completion_length", 2)
 
 
 def test_texts_stop_at_the_end_of_the_turn(chain, tiny, tmp_path, stops):
@@ -224,5 +177,4 @@ def test_a_check_knows_the_template_of_an_earlier_stage(tiny, tmp_path):
     """
     for text, fine in ((pipeline, True), (pipeline.replace('chat_template = "plain"', ""), False)):
         (tmp_path / "pipeline.toml").write_text(text)
-        done = CliRunner().invoke(cli.app, ["check", str(tmp_path / "pipeline.toml")])
-        assert (done.exit_code == 0) is fine
+        commands.rlhf("check", tmp_path / "pipeline.toml", fails=not fine)

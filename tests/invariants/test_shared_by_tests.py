@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
-from rlhf_core.mesh import make_mesh
 from rlhf_core.plugins import load_file
 
 sharing: Any = load_file(Path(__file__).parents[1] / "shared" / "sharing.py")
@@ -36,29 +34,8 @@ def combine(first: Any, x: Any, *, power: Any = 1) -> Any:
     return first(x) ** power
 
 
-def numbered(name: str) -> list[str]:
-    return [name]
-
-
 def closure(factor: float) -> Callable[[Any], Any]:
     return lambda x: x * factor
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (combine, combine),
-        (Scale(1.25), Scale(1.25)),
-        (partial(combine, Scale(), power=2), partial(combine, Scale(), power=2)),
-        (partial(partial(combine, Scale()), power=2), partial(combine, Scale(), power=2)),
-        (partial(combine, partial(combine, Scale())), partial(combine, partial(combine, Scale()))),
-        (partial(combine, None), partial(combine, None)),
-        (partial(combine, make_mesh()), partial(combine, make_mesh())),
-    ],
-    ids=["function", "dataclass", "partial", "partial of a partial", "partial in a partial", "None", "mesh"],
-)
-def test_equal_functions_are_one(first: Any, second: Any) -> None:
-    assert shared(first) is shared(second)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +84,3 @@ def test_what_may_hold_arrays_is_not_kept() -> None:
     del holder
     gc.collect()
     assert gone() is None
-
-
-def test_results_are_shared_as_functions_are() -> None:
-    made = shared(partial(combine, Scale(1.0), power=jnp.float32(2.0)))
-    assert float(jax.jit(made)(jnp.float32(3.0))) == 9.0
-
-    first = shared_result(partial(numbered, "a"))
-    assert shared_result(partial(numbered, "a")) is first
-    assert shared_result(partial(numbered, "b")) is not first
-    assert shared_result(lambda: [first]) is not shared_result(lambda: [first])

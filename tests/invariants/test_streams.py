@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import datasets
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,21 +165,6 @@ def test_a_check_tells_what_is_known_of_a_stream(place: Any, rlhf: Callable[...,
     text = " ".join(told.out.split())
     assert "of the first 4,096 rows of the stream: 4,096 prompts: 4,096 kept" in text
     assert "2 updates of 4 completions; 1 update per rollout; the length of the data is not known" in text
-
-
-def test_a_dataset_of_grain_ends_as_one_that_was_not_interrupted(tiny: ModuleType, tmp_path: Path) -> None:
-    def run(at: str, *listeners: Any) -> dict[str, Any]:
-        rows = grain.MapDataset.source(tiny.texts(24)).seed(3).shuffle().repeat(None)
-        config = SFTConfig(max_training_steps=6, **SETTINGS)
-        given = {"train_dataset": rows, "listeners": listeners}
-        found = tiny.run("sft", config, tmp_path / at, model=tiny.make_model(), **given)
-        return dict(tiny.leaves(load_model(found.path).params))
-
-    straight = run("straight")
-    with pytest.raises(KeyboardInterrupt):
-        run("parts", interrupt(3))
-    parts = run("parts")
-    assert all(np.array_equal(parts[name], straight[name]) for name in straight)
 
 
 def test_splits_are_sets_to_evaluate_and_not_rows_to_train_on(tiny: ModuleType, tmp_path: Path) -> None:

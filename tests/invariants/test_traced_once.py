@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 
 from rlhf_core.mesh import make_mesh
-
-EVENTS = ("jaxpr_to_mlir_module_duration", "backend_compile_duration")
-WORK: list[str] = []
-"""The functions that were lowered or compiled."""
-
-
-def note(event: str, seconds: float, **about: Any) -> None:
-    if event.endswith(EVENTS):
-        WORK.append(str(about.get("fun_name")))
-
-
-@pytest.fixture
-def work() -> Iterator[list[str]]:
-    WORK.clear()
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield WORK
-    jax.monitoring.unregister_event_duration_listener(note)
-
+from tests.shared.compiled import LOWERED, compilations
 
 OTHER: dict[str, dict[str, Any]] = {
     "sft": {"max_grad_norm": 0.5},
@@ -50,19 +32,18 @@ OTHER: dict[str, dict[str, Any]] = {
         ),
     ],
 )
-def test_an_equal_run_lowers_and_compiles_nothing(
-    short: Any, work: list[str], trainer: str, mesh: dict[str, int]
-) -> None:
+def test_an_equal_run_lowers_and_compiles_nothing(short: Any, trainer: str, mesh: dict[str, int]) -> None:
     def inputs() -> dict[str, Any]:
         return {"mesh": make_mesh(**mesh, devices=jax.devices()[:4])} if mesh else {}
 
     first, _ = short.train(trainer, at="first", inputs=inputs(), max_training_steps=4)
-    work.clear()
-    second, _ = short.train(trainer, at="second", inputs=inputs(), max_training_steps=4)
+    with compilations(LOWERED) as work:
+        second, _ = short.train(trainer, at="second", inputs=inputs(), max_training_steps=4)
     assert not work
     assert {name: leaf.tobytes() for name, leaf in second.items()} == {
         name: leaf.tobytes() for name, leaf in first.items()
     }
-    short.train(trainer, at="third", inputs=inputs(), max_training_steps=4, **OTHER[trainer])
+    with compilations(LOWERED) as work:
+        short.train(trainer, at="third", inputs=inputs(), max_training_steps=4, **OTHER[trainer])
     updates = "apply" if trainer == "sft" else "accumulate"
     assert any(updates in name for name in work)

@@ -19,10 +19,11 @@ import rlhf_grpo
 import rlhf_reward
 import rlhf_sft
 
-from rlhf_core import artifacts, data, hookimpl, load_model
+from rlhf_core import artifacts, data, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.models import Model
 from rlhf_core.scoring import Scorer
+from tests.shared.short_runs import Watch
 
 SHORT = {"max_training_steps": 2, "total_batch_size": 4, "learning_rate": 3e-2}
 CONFIGS: dict[str, Any] = {
@@ -32,15 +33,6 @@ CONFIGS: dict[str, Any] = {
     "grpo": rlhf_grpo.GRPOConfig(**SHORT, num_generations=2, max_completion_length=6, num_preview_samples=0),
 }
 ROWS = {"sft": "texts", "reward": "pairs", "dpo": "pairs", "grpo": "prompts"}
-
-
-class Last:
-    def __init__(self) -> None:
-        self.metrics: dict[str, float] = {}
-
-    @hookimpl
-    def rlhf_step_end(self, metrics: Any) -> None:
-        self.metrics.update(metrics)
 
 
 def train(
@@ -54,9 +46,9 @@ def train(
     inputs |= {"train_dataset": rows(8)} | ({"eval_dataset": rows(8, seed=1)} if evaluates else {})
     if name == "grpo":
         inputs["rewards"] = [lambda completion_ids: [float(sum(ids) % 7) for ids in completion_ids]]
-    last = Last()
-    artifact = tiny.run(name, CONFIGS[name].replace(**fields), directory, listeners=[last], **inputs)
-    return artifact, last.metrics
+    watch = Watch()
+    artifact = tiny.run(name, CONFIGS[name].replace(**fields), directory, listeners=[watch], **inputs)
+    return artifact, {metric: value for row in watch.rows for metric, value in row.items()}
 
 
 @pytest.mark.long  # that evaluations read what is saved: tests/packages/training/test_held_out.py, and the next one
@@ -192,10 +184,3 @@ def test_an_adapters_base_model_is_verified_and_known_again(
     (copied / artifacts.MANIFEST).unlink()  # of a directory without hashes, the contract still knows
     with pytest.raises(InputError, match="has other weights than those it was trained on"):
         Scorer.load(artifact.path)
-
-
-@pytest.mark.long
-def test_a_damaged_manifest_is_named(copied: Path) -> None:
-    (copied / artifacts.MANIFEST).write_text(json.dumps({"files": 3}))
-    with pytest.raises(InputError, match=r"rlhf_artifact\.json is damaged"):
-        load_model(copied)

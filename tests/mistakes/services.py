@@ -6,11 +6,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from typer.testing import CliRunner
-
-from rlhf_core import cli
 from tests.mistakes.mistake import Mistake, call
-from tests.shared import services
+from tests.shared import commands, services
 
 WRITTEN = {"choices": [{"index": 0, "text": "x"}]}
 CARDS = [{"id": "policy", "kind": "language_model"}, {"id": "rm", "kind": "reward_model"}]
@@ -27,8 +24,7 @@ def asking(
             for file, rows in files.items():
                 lines = [json.dumps(row) for row in rows] if isinstance(rows, list) else [rows]
                 place.write(file.replace("_", "."), "\n".join(lines).replace("URL", service.url))
-            arguments = command.replace("URL", service.url).split()
-            CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+            commands.rlhf(*command.replace("URL", service.url).split())
 
     return call(f"$ rlhf {command}" + (f", {name}" if name else ""), typed)
 

@@ -57,17 +57,46 @@ def other_tokenizer(name: str, change: Callable[[Any], object], taught: bool = F
     return Mistake(name, make, "check distill.toml")
 
 
-def labels(name: str, *given: Any, size: int = 4) -> Mistake:
-    """A check of rows with these labels, None: without one."""
+def labels(name: str, *given: Any, held_out: tuple[Any, ...] = (), settings: str = "") -> Mistake:
+    """A check of rows with these labels, and of held-out ones, None: without one."""
 
     def make(place: Any) -> None:
-        row = FILES["corpus.jsonl"]
-        rows = [row | ({} if label is None else {"label": label}) for label in given]
-        place.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        row, more = FILES["corpus.jsonl"], settings
+        for file, found in (("labels.jsonl", given), ("held_out.jsonl", held_out)):
+            rows = [row | ({} if label is None else {"label": label}) for label in found]
+            place.write(file, "".join(json.dumps(row) + "\n" for row in rows))
+        if held_out:
+            more = 'eval_data = { easy = "labels.jsonl", hard = "held_out.jsonl" }\n' + more
         stage = place.good["dpo.toml"].decode().replace("dpo", "kto").replace("pairs.jsonl", "labels.jsonl")
-        place.write("kto.toml", stage.replace("total_batch_size = 4", f"total_batch_size = {size}"))
+        replaced = [line.partition(" = ")[0] for line in more.splitlines()]
+        if "num_train_epochs" in replaced:
+            replaced.append("max_training_steps")
+        kept = [line for line in stage.splitlines() if line.partition(" = ")[0] not in replaced]
+        place.write("kto.toml", "\n".join([*kept, more, ""]))
 
     return Mistake(name, make, "check kto.toml")
+
+
+def until_the_epochs_end(place: Any) -> None:
+    """A run of epochs, whose rollouts use up prompts."""
+    text = place.good["policy.toml"].decode().replace("max_training_steps = 2", "num_train_epochs = 4")
+    place.write("policy.toml", f'{text}dynamic_sampling = {{}}\nscheduler = "linear"\n')
+
+
+def of_a_stranger(place: Any) -> None:
+    """Options of the names of ours, and a reward of weight 0, which another advantage may read."""
+    place.write(
+        "plugin.py",
+        "from dataclasses import dataclass\n"
+        "from rlhf_core import ADVANTAGE, POLICY_LOSS, LossOutput, hookimpl\n\n"
+        "@dataclass(frozen=True)\nclass Gentle:\n    epsilon: float = 0.2\n    delta: float = 1.0\n\n"
+        "    def __call__(self, inputs):\n        return LossOutput(-inputs.logps)\n\n"
+        "def mine(inputs):\n    return inputs.rewards\n\n@hookimpl\n"
+        "def rlhf_register(registry):\n    registry.add(POLICY_LOSS, 'gentle', Gentle)\n"
+        "    registry.add(ADVANTAGE, 'mine', mine)\n",
+    )
+    loss = 'loss = { name = "gentle", epsilon = 0.1, delta = 1.0 }\nadvantage = "mine"'
+    place.settings("policy.toml", f"{loss}\nrewards = [{LENGTH}, {LOGGED}]")
 
 
 def without_teacher(place: Any) -> None:
@@ -99,6 +128,8 @@ def divergence(name: str, returned: str) -> Mistake:
     return Mistake(name, make, "run distill.toml --plugin mine.py")
 
 
+LENGTH = "{ name = 'length', target = 4 }"
+LOGGED = "{ name = 'length', target = 3, label = 'b', weight = 0.0 }"
 POLICIES = [
     policy("total_batch_size = 6\nnum_generations = 4"),
     policy("sampling = { temperature = 0.0 }"),
@@ -108,8 +139,59 @@ POLICIES = [
     policy('advantage = { name = "reinforce_pp", baseline = "all" }'),
     policy('model = "small"', "a model that has fewer embeddings than the prompts have tokens"),
 ]
+TWICE = "num_iterations = 2"
+WITHOUT_EFFECT = [
+    policy("epsilon = 0.3"),
+    policy(f"{TWICE}\nepsilon = 0.3"),
+    policy("delta = 4.0"),
+    policy(f"{TWICE}\ndelta = 1.1"),
+    policy(f"{TWICE}\ndual_clip = 0.5"),
+    policy('loss = { name = "sapo", temperature_neg = 2.0 }'),
+    policy('loss = "cispo"'),
+    policy(f'{TWICE}\nloss = "gspo"'),
+    policy('importance_sampling_level = "sequence"'),
+    policy('importance_sampling_level = "sequence"\ntop_entropy_quantile = 0.2'),
+    policy('importance_sampling_level = "sequence_token"\nbeta = 0.1'),
+    policy("use_bias_correction_kl = true\nbeta = 0.0"),
+    policy("sync_ref_model = true\nbeta = 0.0"),
+    policy("sync_ref_model = true\nref_model_sync_steps = 64"),
+    policy('kl = { name = "k1", beta = 0.1 }'),
+    policy('kl = { place = "reward" }'),
+    policy('kl = { place = "reward" }\nadvantage = "normalize_then_sum"'),
+    Mistake("dynamic sampling until the epochs end", until_the_epochs_end, "check policy.toml"),
+    policy("top_k = 5\nsampler_correction = {}"),
+    policy("num_completions_to_print = 9"),
+    policy('rewards = [{ name = "soft_overlong", max_length = 40, cache = 5 }]'),
+    policy(f"rewards = [{LENGTH}, {LOGGED}]"),
+    policy(f"rewards = [{LENGTH}, {LOGGED}]\nreward_weights = [0.0, 1.0]"),
+]
+MENDED = [
+    policy(f"{TWICE}\nepsilon = 0.3\nepsilon_high = 0.3"),
+    policy(f"{TWICE}\ndelta = 4.0"),
+    policy(f"{TWICE}\ndual_clip = 3.0"),
+    policy('loss = { name = "cispo", epsilon_high = 5.0 }'),
+    policy(f'{TWICE}\nloss = {{ name = "gspo", epsilon = 3e-4, epsilon_high = 4e-4 }}'),
+    policy(f'{TWICE}\nimportance_sampling_level = "sequence"\nepsilon = 3e-4\nepsilon_high = 4e-4'),
+    policy('importance_sampling_level = "sequence_token"\ntop_entropy_quantile = 0.2'),
+    policy('importance_sampling_level = "sequence_token"\nbeta = 0.1\nuse_bias_correction_kl = true'),
+    policy("sync_ref_model = true\nref_model_sync_steps = 1"),
+    policy('kl = { name = "k1", beta = 0.1 }\nuse_bias_correction_kl = true'),
+    policy('kl = { place = "reward" }\nscale_rewards = "none"'),
+    policy('kl = { place = "reward" }\nadvantage = "rloo"'),
+    policy('kl = { place = "reward" }\nadvantage = "reinforce_pp"'),
+    policy('dynamic_sampling = {}\nscheduler = "linear"\nmax_training_steps = 2'),
+    policy("num_completions_to_print = 9\nlog_completions = true"),
+    policy('rewards = [{ name = "soft_overlong", max_length = 8, cache = 5 }]'),
+    policy(f"rewards = [{LENGTH}, {LOGGED}]\nreward_weights = [1.0, 2.0]"),
+    Mistake("a loss and an advantage of a stranger", of_a_stranger, "check policy.toml --plugin plugin.py"),
+]
+"""Settings like these of which nothing is said."""
 PREFERENCES = [
     dpo("beta = 0.0"),
+    dpo('loss = "robust"'),
+    dpo('loss = { name = "robust", label_smoothing = 0.1 }'),
+    dpo('loss = "orpo"'),
+    dpo('loss = "orpo"\nbeta = 0.2'),
     Mistake(
         "chosen and rejected are the same in every pair",
         lambda place: place.write(
@@ -127,12 +209,20 @@ ONLINE = [
     online("sampling = { temperature = 0.0 }"),
     online("missing_eos_penalty = 1.0"),
 ]
+APO = 'loss = "apo_zero_unpaired"'
 LABELS = [
     labels("a label that is neither", 1, 0.5),
     labels("rows without a label", None),
     labels("one class", 1, 1, 1),
-    labels("updates of one row", 1, 0, size=1),
+    labels("updates of one row", 1, 0, settings="total_batch_size = 1"),
+    labels(
+        "updates of one row, of a loss that needs no other", 1, 0, settings=f"{APO}\ntotal_batch_size = 1"
+    ),
+    labels("a last update of one row", 1, 0, 1, 0, 1, settings="num_train_epochs = 1"),
+    labels("held-out rows with a label that is neither", 1, 0, held_out=(1, 2)),
+    labels("a held-out row", 1, 0, held_out=(1,)),
     labels("labels that are not balanced", 1, 1, 1, 0),
+    labels("labels that are not balanced, with a weight", 1, 1, 1, 0, settings="undesirable_weight = 2.6"),
 ]
 STUDENTS = [
     distill("on_policy_fraction = 0.1"),
@@ -201,6 +291,7 @@ PYTHON = [
 ]
 SECTIONS = {
     "Settings of GRPO": POLICIES,
+    "Settings of GRPO without effect": [*WITHOUT_EFFECT, *(each._replace(long=True) for each in MENDED)],
     "Settings and pairs of DPO": PREFERENCES,
     "Settings of online DPO": ONLINE,
     "Labels of KTO": LABELS,

@@ -148,7 +148,7 @@ FAULTS = (
         "jnp.where(inputs.mask > 0, inputs.old_logps - sampling_logps, 0.0)",
         "jnp.where(inputs.mask > 0, sampling_logps - inputs.old_logps, 0.0)",
         ("updates",),
-        ("tests/plugins/grpo/test_correction.py", "tests/invariants/test_grpo.py"),
+        ("tests/invariants/test_grpo.py",),
     ),
     # Advantages and rewards.
     Fault(
@@ -452,7 +452,7 @@ FAULTS = (
         (
             "tests/plugins/grpo/test_trainer.py",
             "tests/invariants/test_grpo.py",
-            "tests/plugins/dpo/test_numerics.py",
+            "tests/invariants/test_numerics.py",
         ),
     ),
     Fault(
@@ -678,7 +678,7 @@ FAULTS = (
         "(a, b), (ref_a, ref_b), (n, m) =",
         "(a, b), (ref_b, ref_a), (n, m) =",
         ("dpo",),
-        ("tests/plugins/dpo/test_numerics.py", "tests/plugins/dpo/test_trainer.py"),
+        ("tests/invariants/test_numerics.py", "tests/plugins/dpo/test_trainer.py"),
     ),
     Fault(
         "dpo-mean",
@@ -687,7 +687,7 @@ FAULTS = (
         "return sequence_sums(logps, batch)",
         "return sequence_sums(logps, batch) / jnp.maximum(sequence_sums(jnp.ones_like(logps), batch), 1)",
         ("dpo",),
-        ("tests/plugins/dpo/test_numerics.py", "tests/plugins/dpo/test_trainer.py"),
+        ("tests/invariants/test_numerics.py", "tests/plugins/dpo/test_trainer.py"),
     ),
     Fault(
         "dpo-first-token",
@@ -696,7 +696,7 @@ FAULTS = (
         "(np.arange(size) >= start)",
         "(np.arange(size) > start)",
         ("dpo",),
-        ("tests/plugins/dpo/test_numerics.py", "tests/packages/data/test_data_completions.py"),
+        ("tests/invariants/test_numerics.py", "tests/packages/data/test_data_completions.py"),
     ),
     Fault(
         "dpo-resumes-with-itself",

@@ -8,14 +8,17 @@ from typing import Any
 
 import jax
 
+COMPILED = ("backend_compile_duration",)
+LOWERED = (*COMPILED, "jaxpr_to_mlir_module_duration")
+
 
 @contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Note the names of the programs that are compiled in between."""
+def compilations(events: tuple[str, ...] = COMPILED) -> Iterator[list[str]]:
+    """Note the names of the programs that are compiled in between, with LOWERED those that are lowered, too."""
     compiled: list[str] = []
 
     def note(event: str, seconds: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
+        if event.endswith(events):
             compiled.append(str(about.get("fun_name")))
 
     jax.monitoring.register_event_duration_secs_listener(note)

@@ -7,14 +7,14 @@ import io
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tomllib
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tests.shared.commands import typed
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -65,22 +65,9 @@ def run_python(text: str) -> str:
 
 
 def rlhf(arguments: Iterable[str]) -> Ended:
-    """The command in this process, which has imported everything already."""
-    from rlhf_core import cli
-
-    before, shower = sys.argv, warnings.showwarning
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    sys.argv = ["rlhf", *arguments]
-    out, code = io.StringIO(), 0
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            cli.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    finally:
-        sys.argv, warnings.showwarning = before, shower
-        for number, handler in handlers.items():  # a command that is over ignores signals
-            signal.signal(number, handler)
+    """The command in this process, with what it prints in one text."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        code = typed(arguments)
     return Ended(code, out.getvalue())
 
 

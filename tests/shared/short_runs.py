@@ -49,7 +49,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def early_letters(completions: list[str]) -> list[float]:
+def early(completions: list[str]) -> list[float]:
     """The share of a completion's words that are in the first half of the alphabet."""
     return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
@@ -104,7 +104,7 @@ class Short:
         """(the parameters by path, what was logged) of a run in directory / at / trainer."""
         watch = Watch()
         given = {"model": self.models[trainer], "train_dataset": self.rows[trainer]}
-        given |= {"rewards": [early_letters]} if trainer in SAMPLING else {}
+        given |= {"rewards": [early]} if trainer in SAMPLING else {}
         artifact = self.tiny.run(
             trainer,
             CONFIGS[trainer].replace(**changes),

@@ -33,7 +33,7 @@ OPTIONS: dict[str, list[Any]] = {
     "top_entropy_quantile": [1.0, 0.45],
     "entropy_coef": [0.0, 0.3],
     "correction": [None, "truncate", "mask"],
-    "correction_level": ["token", "sequence"],
+    "correction_level": ["token", "sequence", "geometric"],
     "mask": ["lengths", "truncated", "holes"],
     "old": ["given", "own"],
     "num_items": [None, 53.0],
@@ -98,7 +98,8 @@ class Case:
         chosen = dict(combination)
         kind, self.own = chosen.pop("mask"), chosen.pop("old") == "own"
         mode, level = chosen.pop("correction"), chosen.pop("correction_level")
-        self.correction = mode and {"level": level, "mode": mode, "min": 0.6, "max": 1.7}
+        low, high = (0.9, 1.1) if level == "geometric" else (0.6, 1.7)  # a mean of differences is near 0
+        self.correction = mode and {"level": level, "mode": mode, "min": low, "max": high}
         self.options = {
             "epsilon": 0.2,
             **chosen.pop("bounds"),

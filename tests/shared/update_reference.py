@@ -81,12 +81,35 @@ def metrics(data: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, 
 
 
 def sampler_weight(data: Mapping[str, Array], *, level: str, mode: str, min: float, max: float) -> Array:
-    """The ratio of trainer to sampler; the sequence's is of the sum, not of the mean."""
+    """The ratio of trainer to sampler of a token, or of its sequence: of the sum or of the mean ("geometric")."""
     ratio = (data["old"] - data["sampling"]) * data["mask"]
-    ratio = np.exp(ratio.sum(-1, keepdims=True) if level == "sequence" else ratio)
+    if level != "token":
+        ratio = ratio.sum(-1, keepdims=True)
+    if level == "geometric":
+        ratio = ratio / np.maximum(data["mask"].sum(-1, keepdims=True), 1)
+    ratio = np.exp(ratio)
     if mode == "truncate":
         return np.clip(ratio, min, max)
     return np.where((ratio >= min) & (ratio <= max), ratio, 0.0)
+
+
+def sampler_metrics(data: Mapping[str, Array], correction: Any = None) -> dict[str, float]:
+    """How far sampler and trainer differ over the tokens, and the ratios of a correction."""
+    there = data["mask"] > 0
+    difference = np.abs(data["old"] - data["sampling"])[there]
+    out = {
+        "sampling/logp_difference_max": difference.max(),
+        "sampling/logp_difference_mean": difference.mean(),
+    }
+    if correction is None:
+        return out
+    ratio = np.broadcast_to(sampler_weight(data, **correction), there.shape)[there]
+    return {
+        **out,
+        "sampling/importance_ratio_mean": ratio.mean(),
+        "sampling/importance_ratio_min": ratio.min(),
+        "sampling/importance_ratio_max": ratio.max(),
+    }
 
 
 def update_loss(

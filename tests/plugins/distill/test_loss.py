@@ -1,7 +1,8 @@
-"""Divergences by chunks of tokens: values and gradients against the formulas in float64 NumPy."""
+"""Divergences by chunks of tokens: values and gradients against the formulas in float64 NumPy, and their memory."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from rlhf_distill import DIVERGENCE, Head, token_divergences
 
 from rlhf_core import installed_registry
+from rlhf_core.plugins import load_file
 
 ROWS, TOKENS, VOCAB = 2, 5, 37
 F64 = NDArray[np.float64]
@@ -224,3 +226,25 @@ def test_no_tokens_no_divergences() -> None:
         named("forward_kl"), Head(hidden[:, :0], kernel), Head(teacher_hidden[:, :0], teacher_kernel)
     )
     assert empty.shape == (ROWS, 0)
+
+
+LARGE = (2048, 32_768, (16, 32))
+"""Tokens, ids, and the widths of a student and of a teacher."""
+
+
+@pytest.fixture(scope="module")
+def memory(repository: Path) -> Any:
+    return load_file(repository / "benchmarks" / "distill" / "memory.py")
+
+
+@pytest.mark.parametrize("top_k", [None, 16])
+def test_chunks_take_a_tenth_of_whole_logits(memory: Any, top_k: int | None) -> None:
+    """No array is [tokens, ids]: what the compiler reserves beside arguments and results."""
+
+    def chunks(*heads: Any) -> Any:
+        return token_divergences(memory.DIVERGENCE, *heads, top_k=top_k, chunk=64)
+
+    sizes = [memory.temporary_bytes(function, *LARGE) for function in (chunks, memory.dense)]
+    assert sizes[1] >= 4 * LARGE[0] * LARGE[1]
+    assert sizes[0] <= sizes[1] / 10
+    assert sizes[0] < 4 * LARGE[0] * LARGE[1]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from rlhf_distill import DIVERGENCE, Head, token_divergences
-from rlhf_topologies.hlo import count
 
 from rlhf_core import installed_registry
 from rlhf_core.mesh import make_mesh, param_shardings, row_sharding
+from tests.shared.sent import sent
 
 ROWS, TOKENS = 8, 5
 SHAPE = (2, 2, 2)
@@ -80,11 +80,6 @@ def test_values_and_gradients_are_those_of_one_device(
     actual = program(mesh, arrays, tied, top_k, 2)(*jax.device_put(arrays, placed(mesh, arrays, tied)))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
-
-
-def sent(compiled: Any) -> dict[str, float]:
-    """Bytes by kind of collective, what is in a loop as often as it runs."""
-    return {kind: size for kind, (_, size) in count(compiled.as_text()).collectives.items()}
 
 
 def test_heads_are_gathered_once_a_pass_however_many_chunks() -> None:

@@ -1,4 +1,4 @@
-"""The trainer: the kit's properties, what an update trains on, and that a student approaches its teacher."""
+"""The trainer: the kit's properties, what an update trains on, its teacher, and that a student approaches it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from rlhf_distill import DistillConfig
 
-from rlhf_core import hookimpl, load_model
+from rlhf_core import load_model
 from rlhf_core.testing import MODEL_TABLE, check_trainer, texts, tokenizer
+from tests.shared.compiled import LOWERED, compilations
+from tests.shared.interrupts import interrupt
 from tests.shared.short_runs import Watch
 
 SHORT: dict[str, Any] = {
@@ -34,13 +35,6 @@ def kit_teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = {**MODEL_TABLE, "hidden_size": 24, "num_hidden_layers": 1}
     fresh_model(table, "lm", tokenizer=tokenizer(), seed=3).save(path)
     return path
-
-
-class StopAt:
-    @hookimpl
-    def rlhf_step_end(self, step: int) -> None:
-        if step == 3:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.long
@@ -67,7 +61,7 @@ def test_a_stream_is_sampled_and_given_and_continues_with_the_same_bits(
 
     straight = run("straight")
     with pytest.raises(KeyboardInterrupt):
-        run("parts", StopAt())
+        run("parts", interrupt(3))
     parts = run("parts")
     assert all(np.array_equal(parts[name], straight[name]) for name in straight)
 
@@ -102,30 +96,15 @@ def train(tiny: ModuleType, teacher: Path, directory: Path, **changes: Any) -> l
     return watch.rows
 
 
-@pytest.fixture
-def traced() -> Iterator[list[str]]:
-    """The functions that are lowered or compiled."""
-    found: list[str] = []
-
-    def note(event: str, seconds: float, **about: Any) -> None:
-        if event.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
-            found.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(note)
-
-
 GIVEN = {"on_policy_fraction": 0.0, "max_training_steps": 1}
 
 
-def test_an_equal_run_traces_nothing_again(
-    tiny: ModuleType, teacher_path: Path, tmp_path: Path, traced: list[str]
-) -> None:
-    train(tiny, teacher_path, tmp_path / "first", **GIVEN)
+def test_an_equal_run_traces_nothing_again(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
+    with compilations(LOWERED) as traced:
+        train(tiny, teacher_path, tmp_path / "first", **GIVEN)
     assert any("accumulate" in name for name in traced)
-    traced.clear()
-    train(tiny, teacher_path, tmp_path / "second", **GIVEN)
+    with compilations(LOWERED) as traced:
+        train(tiny, teacher_path, tmp_path / "second", **GIVEN)
     assert not traced
 
 
@@ -197,3 +176,23 @@ def test_the_student_s_previews(
     files = sorted(tmp_path.glob("samples/preview-*"))
     assert [path.name for path in files] == ["preview-000000.jsonl", "preview-000001.jsonl"]
     assert all(json.loads(path.read_text())["length"] <= 3 for path in files)
+
+
+def test_padded_vocabularies_are_one(tiny: ModuleType, teacher_path: Path, tmp_path: Path) -> None:
+    """48 ids in the tokenizer and the teacher, 64 in the student."""
+    student = tiny.make_model(vocab_size=64, num_hidden_layers=1)
+    assert student.definition.vocab_size == 64
+    config = DistillConfig(
+        teacher_model=str(teacher_path),
+        total_batch_size=4,
+        max_training_steps=1,
+        max_completion_length=4,
+        num_preview_samples=0,
+    )
+    artifact = tiny.run("distill", config, tmp_path, model=student, train_dataset=tiny.prompts(4))
+    assert artifact.kind == "language_model"
+
+
+def test_fractions_are_counted() -> None:
+    config = DistillConfig(on_policy_fraction=0.25, total_batch_size=32)
+    assert (config.sampled_per_update, config.given_per_update) == (8, 24)

@@ -135,18 +135,6 @@ def test_the_metrics_are_those_of_the_implicit_rewards():
     assert float(ours(same, "sigmoid")[1]["rewards/accuracies"]) == 0  # a tie is not correct
 
 
-def test_robust_is_unbiased_under_flipped_labels():
-    """(1 − ε) loss(pair) + ε loss(the pair with its sides exchanged) is the plain loss."""
-    pairs = draw()
-    flipped = {
-        name: pairs[name.replace("chosen", "x").replace("rejected", "chosen").replace("x", "rejected")]
-        for name in pairs
-    }
-    robust = {"name": "robust", "label_smoothing": 0.3}
-    mean = 0.7 * ours(pairs, robust)[0] + 0.3 * ours(flipped, robust)[0]
-    assert float(mean) == pytest.approx(float(ours(pairs, "sigmoid")[0]), rel=1e-5)
-
-
 @pytest.mark.parametrize("loss", WITHOUT_REFERENCE)
 def test_without_a_reference_implicit_rewards_are_log_probabilities(loss):
     pairs = draw()

@@ -13,6 +13,7 @@ from rlhf_core.packing import Layout
 from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import open_run
 from tests.shared import reference
+from tests.shared.short_runs import early
 
 NONE = np.nan
 BETA, RATE = 0.3, 0.05
@@ -29,11 +30,6 @@ BASE = {
     "num_preview_samples": 0,
 }
 LAYOUT = Layout((32,), (2,), (4,), (32,))
-
-
-def early(completions):
-    """The share of a completion's words that are in the first half of the alphabet."""
-    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 
 def odd(completion_ids, number):

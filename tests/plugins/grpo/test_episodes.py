@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig
 
-from rlhf_core import hookimpl, plugins
+from rlhf_core import plugins
 from rlhf_core.errors import RunError
 from rlhf_core.rollouts import RolloutOptions, open_collector, open_rewards
 from rlhf_core.runs import open_run
 from rlhf_core.training import OnDevices
+from tests.shared.interrupts import interrupt
 from tests.shared.short_runs import Watch
 
 WORLDS = '''
@@ -256,15 +257,9 @@ def test_a_run_stopped_within_a_rollout_resumes_to_the_same_bits(
     assert whole.rows[0]["sampling/logp_difference_max"] < 1e-5
     part = tmp_path / "part"
 
-    class Stop:
-        @hookimpl
-        def rlhf_step_end(self, stage, step, metrics):
-            if step == 3:
-                raise KeyboardInterrupt
-
     given = config("Talk", options, save_steps=2, **changes)
     with pytest.raises(KeyboardInterrupt):
-        tiny.run("grpo", given, part, listeners=[Stop()], model=model, train_dataset=tiny.prompts(4))
+        tiny.run("grpo", given, part, listeners=[interrupt(3)], model=model, train_dataset=tiny.prompts(4))
     artifact = tiny.run("grpo", given, part, model=model, train_dataset=tiny.prompts(4))
     ours, theirs = (
         (path / "model.safetensors").read_bytes() for path in (artifact.path, whole.artifact.path)

@@ -6,6 +6,7 @@ from rlhf_grpo import GRPOConfig
 
 from rlhf_core import hookimpl
 from rlhf_core.errors import RunError
+from tests.shared.short_runs import early
 
 BASE = {
     "learning_rate": 0.05,
@@ -26,10 +27,6 @@ CLOCK = {
     "time/update",
     "rollout/tokens_per_second",
 }
-
-
-def early(completions):
-    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 
 def even(completions, number):

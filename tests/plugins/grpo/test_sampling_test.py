@@ -14,7 +14,7 @@ from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import open_run
 from rlhf_core.sampling import make_sampler
 from tests.shared import sampled_values
-from tests.shared.short_runs import Watch
+from tests.shared.short_runs import Watch, early
 
 BASE = {
     "learning_rate": 0.01,
@@ -27,10 +27,6 @@ BASE = {
     "num_preview_samples": 0,
     "log_steps": 1,
 }
-
-
-def early(completions):
-    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 
 class Lies:

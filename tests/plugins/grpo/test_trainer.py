@@ -11,7 +11,7 @@ from rlhf_grpo import GRPOConfig, GRPOTrainer
 
 from rlhf_core import SAMPLER, Rollouts, hookimpl, load_model
 from rlhf_core.errors import RunError
-from tests.shared.short_runs import Watch
+from tests.shared.short_runs import Watch, early
 
 BASE = {
     "learning_rate": 0.05,
@@ -27,11 +27,6 @@ BASE = {
     "log_steps": 1,
 }
 """Most runs have these, and so the same programs."""
-
-
-def early(completions):
-    """The share of a completion's words that are in the first half of the alphabet."""
-    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 
 def trained(tiny, model, directory, rewards=(early,), rows=None, **changes):

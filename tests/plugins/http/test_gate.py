@@ -52,18 +52,34 @@ def ask(method: str, path: str, key: str | None = None, **given: Any) -> httpx.R
 
 def test_only_holders_of_the_key_pass() -> None:
     assert ask("GET", "/health", "k").status_code == 200
-    refused = ask("POST", "/echo", "k", headers={"Authorization": "Bearer j"})
-    assert refused.status_code == 401
-    assert refused.json()["error"]["type"] == "authentication_error"
+    for header in ({}, {"Authorization": "Bearer j"}, {"Authorization": "Bearer ks"}, {"Authorization": "k"}):
+        refused = ask("POST", "/echo", "k", headers=header)
+        assert refused.status_code == 401
+        assert refused.json()["error"]["type"] == "authentication_error"
     assert ask("POST", "/echo", "k", headers={"Authorization": "Bearer k"}, content=b"abc").json() == 3
     assert ask("POST", "/echo", content=b"ab").json() == 2
 
 
-def test_a_page_of_another_address_does_not_pass() -> None:
-    assert ask("POST", "/echo", headers={"Origin": "http://evil.example"}).status_code == 403
-    # A name that may mean this machine to a browser is not enough where a request changes the server.
-    assert ask("POST", "/echo", headers={"Origin": "http://h.example"}).status_code == 403
-    assert ask("POST", "/fails/input", headers={"Origin": "http://h.example"}).status_code == 400
+@pytest.mark.parametrize(
+    ("origin", "host", "path", "status"),
+    [
+        ("http://evil.example", "127.0.0.1:8000", "/fails/input", 403),
+        ("null", "127.0.0.1:8000", "/fails/input", 403),
+        ("http://[evil", "127.0.0.1:8000", "/fails/input", 403),
+        ("http://evil.example", "127.0.0.1:8000", "/echo", 403),
+        # A name that may mean this machine to a browser is not enough where a request changes the server.
+        ("http://evil.example:8000", "evil.example:8000", "/echo", 403),
+        ("http://evil.example:8000", "evil.example:8000", "/fails/input", 400),
+        ("https://127.0.0.1:8000", "127.0.0.1:8000", "/echo", 200),
+        ("http://localhost:8000", "localhost:8000", "/echo", 200),
+        ("http://[::1]:8000", "[::1]:8000", "/echo", 200),
+        (None, "evil.example", "/echo", 200),
+    ],
+)
+def test_a_page_of_another_address_cannot_post(origin: str | None, host: str, path: str, status: int) -> None:
+    headers = {"host": host, "content-type": "text/plain", **({"origin": origin} if origin else {})}
+    assert ask("POST", path, content=b"{}", headers=headers).status_code == status
+    assert ask("GET", "/health", headers=headers).status_code == 200
 
 
 def test_a_body_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:

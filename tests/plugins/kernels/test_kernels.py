@@ -14,7 +14,7 @@ import pytest
 import rlhf_kernels
 
 from rlhf_core import ATTENTION, EXPERTS, InputError, installed_registry, plugins
-from rlhf_core.models import attend, find_kernels
+from rlhf_core.models import find_kernels
 from rlhf_core.models.experts import expert_product
 from tests.shared.plans import planned_for
 from tests.shared.site import forget
@@ -73,15 +73,6 @@ def test_without_the_distribution_xla_computes_the_same_and_a_warning_says_so_on
     ]
     with pytest.raises(InputError, match=r"no attention named 'pallas'\..* \(pip install rlhf-kernels\)"):
         plugins.Registry().get(ATTENTION, "pallas")
-
-
-def test_attention_in_kernels_is_refused_on_cpus() -> None:
-    shapes = [(1, 1, 1, 8, 16), (1, 1, 8, 16), (1, 1, 8, 16)]
-    arrays = [jnp.zeros(shape) for shape in shapes]
-    rows = [jnp.zeros((1, 8), jnp.int32)] * 2
-    assert attend(*arrays, *rows).shape == (1, 8, 16)
-    with pytest.raises(InputError, match="its kernels run on GPUs and TPUs"):
-        installed_registry().get(ATTENTION, "pallas")(*arrays, *rows)
 
 
 def test_the_distribution_imports_public_names_of_core_alone() -> None:

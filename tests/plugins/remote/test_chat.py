@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 from rlhf_remote.chat import HELP, Dialogue, ReplyPart, _lines, talk
-from typer.testing import CliRunner
 
-from rlhf_core import cli, load_model
+from rlhf_core import load_model
 from rlhf_core.errors import InputError, RunError
-from tests.shared import services
+from tests.shared import commands, services
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] + ' ' + m.content + ' </s> ' }}{% endfor %}"
@@ -28,15 +27,11 @@ TEMPLATE = (
 
 def chat(typed: str, *arguments: Any, fails: str | None = None) -> str:
     """What is printed; where a line has no reply, the command ends with an error that says so."""
-    result = CliRunner().invoke(
-        cli.app, ["chat", *map(str, arguments)], input=typed, catch_exceptions=fails is not None
-    )
-    if fails is None:
-        assert result.exit_code == 0, result.output
-    else:
+    result = commands.rlhf("chat", *arguments, typed=typed, fails=fails is not None)
+    if fails is not None:
         assert isinstance(result.exception, RunError)
         assert str(result.exception) == fails
-    return result.output
+    return str(result.output)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +58,7 @@ def test_a_model_that_is_served_here_says_what_generate_says(model: Path, tmp_pa
     assert printed == f"{messages[2]['content']}\n{messages[4]['content']}\n{saved}: 5 messages added\n"
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": messages[:n]}) + "\n" for n in (2, 4)))
-    generate = ["generate", adapter, file, "-o", tmp_path / "out", *flags]
-    CliRunner().invoke(cli.app, list(map(str, generate)), catch_exceptions=False)
+    commands.rlhf("generate", adapter, file, "-o", tmp_path / "out", *flags)
     completions = [json.loads(line)["completion"] for line in (tmp_path / "out").read_text().splitlines()]
     assert completions == [messages[2]["content"], messages[4]["content"]]
 
@@ -87,7 +81,7 @@ def test_a_conversation_that_is_too_long_and_one_that_ends_early() -> None:
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
     with pytest.raises(InputError, match="unknown"):
-        CliRunner().invoke(cli.app, ["chat", str(tmp_path)], catch_exceptions=False)
+        commands.rlhf("chat", tmp_path)
 
 
 def test_the_readme_lists_what_can_be_typed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_remote import engines, sampler, sampling, stations
+from rlhf_remote import engines, sampling, stations
 
+from rlhf_core import SAMPLER, installed_registry
 from rlhf_core.contracts import Continuation
 from rlhf_core.sampling import SamplingOptions
 
+sampler: Any = partial(installed_registry().get, SAMPLER)
 TURNS, LIMITS = 3, (5, 2, 4)
 
 
@@ -79,7 +82,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.Publishing
         max_prompt_length=2,
         conversation_length=40,
     )
-    return sampling.PublishingSampler(sampler.RlhfSampler(("http://engine",)), inputs)
+    return sampling.PublishingSampler(sampler("rlhf", urls=["http://engine"]), inputs)
 
 
 def test_the_completions_of_a_prompt_go_by_the_number_of_its_first(

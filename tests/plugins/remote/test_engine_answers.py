@@ -7,16 +7,19 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from rlhf_remote import engines, sampler, sampling, stations
+from rlhf_remote import engines, sampling, stations
 
+from rlhf_core import SAMPLER, installed_registry
 from rlhf_core.errors import RunError, SequenceError
 from tests.shared import services
 
+sampler: Any = partial(installed_registry().get, SAMPLER)
 PROMPT, STOP = [5, 6], 1
 WANTED = engines.Wanted(0.7, 3, (STOP,))
 CHOICES = [
@@ -304,7 +307,7 @@ def test_another_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
         services.serve(lambda body: {"choices": CHOICES}) as honest,
     ):
         made: Any = SimpleNamespace(
-            options=sampler.VllmSampler((odd.url, honest.url), patience=5.0),
+            options=sampler("vllm", urls=[odd.url, honest.url], patience=5.0),
             stations=[stations.Station(engines.Vllm(url, None, 5.0)) for url in (odd.url, honest.url)],
         )
         made._closed, made._wrote = False, {}

@@ -19,9 +19,9 @@ import jax
 import numpy as np
 import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
-from rlhf_remote import engines, sampler, sampling, stations
+from rlhf_remote import engines, sampling, stations
 
-from rlhf_core import InputError, RunError
+from rlhf_core import SAMPLER, InputError, RunError, installed_registry
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import Stopped
 from rlhf_core.rollouts import RolloutOptions
@@ -29,6 +29,7 @@ from rlhf_core.runs import open_run
 from rlhf_core.sampling import SamplingOptions
 from tests.shared import serving
 
+sampler: Any = partial(installed_registry().get, SAMPLER)
 LORA = {"rank": 4, "alpha": 8}
 
 
@@ -213,7 +214,7 @@ def test_another_run_s_directory_is_refused(train: Callable[..., Any], place: Pa
     with pytest.raises(InputError, match="has the policies of runs/other/policy; give another directory"):
         train(place="taken")
     # The default is in the stage's own directory, which may be moved.
-    moved: Any = SimpleNamespace(directory=place / "taken", options=sampler.RlhfSampler(("",)))
+    moved: Any = SimpleNamespace(directory=place / "taken", options=sampler("rlhf", urls=[""]))
     moved.inputs = SimpleNamespace(directory=place)
     sampling.PublishingSampler._claim(moved)
 
@@ -316,10 +317,12 @@ def test_a_check_asks_the_engines(url: str, tiny: ModuleType, monkeypatch: pytes
     model = tiny.make_model()
 
     def check(url: str, longest: int = 64, name: str | None = "policy", **options: Any) -> Forecast:
-        ahead, kind = options.pop("ahead", 0), options.pop("kind", sampler.RlhfSampler)
+        ahead, kind = options.pop("ahead", 0), options.pop("kind", "rlhf")
         sampling = SamplingOptions(max_completion_length=8, **options)
         wanted = RolloutOptions(32, 4, sampling, 2, ahead=ahead)
-        forecast: Forecast = kind((url,), weights="disk", model=name).check(model, wanted, longest)
+        forecast: Forecast = sampler(kind, urls=[url], weights="disk", model=name).check(
+            model, wanted, longest
+        )
         return forecast
 
     assert check(url, temperature=0.7) == Forecast(
@@ -327,7 +330,7 @@ def test_a_check_asks_the_engines(url: str, tiny: ModuleType, monkeypatch: pytes
     )
     (warning,) = check(url, ahead=1).warnings
     assert "2 engines would not wait for each other" in warning
-    (warning,) = check("http://127.0.0.1:9", kind=sampler.VllmSampler).warnings
+    (warning,) = check("http://127.0.0.1:9", kind="vllm").warnings
     assert "http://127.0.0.1:9: " in warning
     assert "start it: VLLM_SERVER_DEV_MODE=1" in warning
     assert "--port 9 --max-model-len 64 --dtype float32 --logprobs-mode processed_logprobs" in warning
@@ -346,10 +349,10 @@ def test_a_check_asks_the_engines(url: str, tiny: ModuleType, monkeypatch: pytes
         with pytest.raises(InputError, match="sampler 'rlhf': the trainer must be one process"):
             check(url)
     with pytest.raises(InputError, match=r'weights = "adapter": the model is trained without adapters'):
-        sampler.RlhfSampler((url,)).check(model, RolloutOptions(32, 4, SamplingOptions(), 2), 8)
+        sampler("rlhf", urls=[url]).check(model, RolloutOptions(32, 4, SamplingOptions(), 2), 8)
     other = tiny.make_model(vocab_size=50)
     with pytest.raises(InputError, match="another model: its vocabulary is not the policy's, of 50 ids"):
-        sampler.RlhfSampler((url,), weights="disk").check(
+        sampler("rlhf", urls=[url], weights="disk").check(
             other, RolloutOptions(32, 4, SamplingOptions(max_completion_length=8), 2), 8
         )
 
@@ -554,7 +557,7 @@ def test_log_probabilities_of_rollouts_are_compared_with_the_trainer_s(
 
 
 def test_one_rollout_that_is_off_is_warned_of_once() -> None:
-    made: Any = SimpleNamespace(options=sampler.VllmSampler(("http://a", "http://b")))
+    made: Any = SimpleNamespace(options=sampler("vllm", urls=["http://a", "http://b"]))
     made._wrote, made._off, made._warned = {4: {"http://b"}}, None, False
     verdict = sampling.PublishingSampler.verdict
     assert verdict(made, 3, 0.05) is None
@@ -593,7 +596,7 @@ def test_a_prompt_whose_completions_are_too_few_is_named(
 def test_a_policy_that_is_twice_as_near_to_another_is_that(share: float, stale: bool) -> None:
     """Two policies less than the tolerance apart, and numbers some way from the right one to the other."""
     own, other = np.zeros((2, 23)), np.full((2, 23), 0.01)
-    made: Any = SimpleNamespace(_probes={3: other, 4: own}, options=sampler.VllmSampler(("http://a",)))
+    made: Any = SimpleNamespace(_probes={3: other, 4: own}, options=sampler("vllm", urls=["http://a"]))
     made.inputs = SimpleNamespace(definition=SimpleNamespace(compute_dtype="float32"))
     station: Any = SimpleNamespace(url="http://a", engine=SimpleNamespace(facts=engines.Facts))
     policy = stations.PublishedPolicy("policy-v4", Path(), 4)

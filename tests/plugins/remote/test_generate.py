@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from rlhf_grpo import GRPOConfig
-from typer.testing import CliRunner
 
-from rlhf_core import cli, data, sampling
+from rlhf_core import data, sampling
 from rlhf_core.errors import InputError
-from rlhf_core.rollouts import Reward, RolloutCollector, RolloutOptions
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer import load_tokenizer
+from tests.shared import commands
 
+run = partial(commands.rlhf, "generate")
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] + ' ' + m.content + ' </s> ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A ' }}{% if x is defined %}{{ x }}{% endif %}{% endif %}"
@@ -51,12 +49,6 @@ def model(tiny: Any, tmp_path: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     dataclasses.replace(tiny.make_model("lm"), tokenizer=tokenizer).save(tmp_path / "model")
     return tmp_path / "model"
-
-
-def run(*arguments: Any) -> Any:
-    result = CliRunner().invoke(cli.app, ["generate", *map(str, arguments)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def ids(tiny: Any, text: str) -> list[int]:
@@ -187,33 +179,6 @@ def test_texts_for_a_chat_model_are_reported_for_every_stage(chat: bool, tiny: A
         assert all(report.all_as_given for report in reports())
 
 
-def test_rewards_of_a_rollout_read_texts_without_the_stop_token(tiny: Any) -> None:
-    tokenizer = tiny.make_tokenizer()
-    prompts = data.encode_prompts(data.load([{"prompt": "c"}]), tokenizer, max_prompt_length=None)
-    tokens = np.array([ids(tiny, "a b h")], np.int32)
-
-    def sampler(*_: Any) -> Rollouts:
-        return Rollouts(tokens, np.array([3], np.int32), np.zeros((1, 3), np.float32), np.ones(1, bool))
-
-    read = []
-
-    def judge(completions: list[str]) -> list[float]:
-        read.extend(completions)
-        return [1.0] * len(completions)
-
-    rewards = [Reward("judge", 1.0, judge)]
-    stage: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
-    key = jax.random.key(0)
-    for stops in ((), tuple(ids(tiny, "h"))):
-        options = sampling.SamplingOptions(stop_token_ids=stops)
-        collector = RolloutCollector(
-            stage, prompts, tokenizer, sampler, rewards, RolloutOptions(8, 1, options, 1)
-        )
-        collector.sample(None, np.array([0]), key, np.array([0]))
-    assert [text.strip() for text in read] == ["a b h", "a b"]
-    assert GRPOConfig(sampling={"stop_token_ids": [5]}).evaluation_sampling.stop_token_ids == (5,)
-
-
 def test_a_system_message_precedes_prompts_without_one(
     asked: list[list[int]], model: Path, tiny: Any, tmp_path: Path
 ) -> None:
@@ -226,8 +191,7 @@ def test_a_system_message_precedes_prompts_without_one(
     assert asked[0] == asked[1]
     plain = tiny.write_rows(tmp_path / "plain.jsonl", [{"prompt": "c d"}])
     for arguments in ([plain], ["--prompt", "c", "--raw"]):
-        result = CliRunner().invoke(cli.app, ["generate", *map(str, [model, *arguments]), "--system", "g"])
-        assert result.exit_code != 0
+        result = commands.rlhf("generate", model, *arguments, "--system", "g", fails=True)
         assert "--system" in str(result.exception or result.output)
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 from rlhf_remote import service as sending
-from typer.testing import CliRunner
 
-from rlhf_core import cli
 from rlhf_core.errors import InputError, RunError
-from tests.shared import services
+from tests.shared import commands, services
 
 SERVED = {
     "data": [
@@ -29,9 +27,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: Any) -> str:
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.output
+    return str(commands.rlhf(*arguments).output)
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -122,7 +118,7 @@ def test_flags_have_the_same_defaults_as_with_a_directory(owner: Any, fills_in: 
         service.models = {"data": [{"id": "policy", "owned_by": owner, "max_model_len": "64"}]}
         run("generate", service.url, "--prompt", "a")
         run("generate", service.url, "--prompt", "a", "--top_k", 3)
-        CliRunner().invoke(cli.app, ["chat", service.url], input="b\n", catch_exceptions=False)
+        commands.rlhf("chat", service.url, typed="b\n")
     plain, given, chat = (body for _, _, body in service.requests if "max_tokens" in body)
     for body in (plain, chat):
         assert {name: body.get(name) for name in neutral} == (neutral if fills_in else dict.fromkeys(neutral))

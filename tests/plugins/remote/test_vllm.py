@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,15 +22,16 @@ from typing import Any
 import httpx
 import pytest
 from rlhf_grpo import GRPOConfig, GRPOTrainer
-from rlhf_remote import engines, sampler
+from rlhf_remote import engines
 
-from rlhf_core import InputError, RunError
+from rlhf_core import SAMPLER, InputError, RunError, installed_registry
 from rlhf_core.errors import Stopped
 from rlhf_core.models import fresh_model, load_model
 from rlhf_core.rollouts import RolloutOptions
 from rlhf_core.sampling import SamplingOptions
 from rlhf_core.tokenizer import load_tokenizer
 
+sampler: Any = partial(installed_registry().get, SAMPLER)
 pytestmark = [pytest.mark.engines, pytest.mark.usefixtures("vllm")]
 
 ENGINES = Path(os.environ.get("ENGINES", Path(__file__).parents[3] / ".engines"))
@@ -232,7 +234,7 @@ def test_a_check_asks_an_engine_and_prints_how_to_start_one(
         of = opened if lora is None else opened.with_lora(rank=lora)
         wanted = RolloutOptions(32, 4, SamplingOptions(temperature=0.7), 2, ahead=options.pop("ahead", 1))
         weights = "disk" if lora is None else "adapter"
-        return sampler.VllmSampler((url,), weights=weights, **options).check(of, wanted, longest)
+        return sampler("vllm", urls=[url], weights=weights, **options).check(of, wanted, longest)
 
     assert check(server.url).warnings == ()
     assert "computes 3 adapters at a time, and 4 policies" in check(server.url, ahead=3).warnings[0]

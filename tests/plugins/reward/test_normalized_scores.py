@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from rlhf_reward import RewardConfig
-from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, plugins
+from rlhf_core import REWARD, data, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.scoring import Scorer, ScoringContract
+from tests.shared import commands
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +57,7 @@ def test_the_command(artifact, held_out, plain, tiny, tmp_path):
     source = tiny.write_rows(tmp_path / "pairs.jsonl", held_out)
     said = {}
     for name, flags in (("plain", []), ("normalized", ["--normalize"])):
-        arguments = ["score", str(artifact.path), str(source), "-o", str(tmp_path / name), *flags]
-        result = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
-        assert result.exit_code == 0
-        said[name] = result.output
+        said[name] = commands.rlhf("score", artifact.path, source, "-o", tmp_path / name, *flags).output
     assert said["plain"] == said["normalized"]  # the accuracy is that of the same model
     for name, expected in (("plain", plain), ("normalized", normalized(plain, artifact))):
         rows = tiny.read_rows(tmp_path / name)

@@ -11,12 +11,12 @@ import pytest
 from rlhf_reward import RewardConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
-from rlhf_core import REWARD, cli, data, installed_registry, load_model, plugins
-from rlhf_core.fit import batches
+from rlhf_core import REWARD, data, installed_registry, load_model, plugins
+from rlhf_core.fit import ExampleUpdates
 from rlhf_core.mesh import make_mesh
 from rlhf_core.scoring import Scorer
+from tests.shared import commands
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*sequences are longer than the 7 tokens", "ignore:.*over 7 tokens cut"
@@ -112,7 +112,7 @@ class Trained:
 @pytest.fixture(scope="module", params=CASES)
 def trained(request, tiny, tmp_path_factory):
     case, seen = CASES[request.param], []
-    inner = batches.ExampleUpdates.__init__
+    inner = ExampleUpdates.__init__
 
     def spy(self, source, *arguments, **options):
         seen.extend(source.trees)
@@ -122,7 +122,7 @@ def trained(request, tiny, tmp_path_factory):
     config = RewardConfig(learning_rate=1e-3, max_training_steps=1, total_batch_size=4, **case.options)
     inputs = {"model": model, "tokenizer": case.tokenizer, "train_dataset": case.rows}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches.ExampleUpdates, "__init__", spy)
+        patch.setattr(ExampleUpdates, "__init__", spy)
         path = tiny.run("reward", config, tmp_path_factory.mktemp("rm"), **inputs).path
     ids = [[*tree.prefix.tolist(), *branch.tolist()] for tree in seen for branch in tree.branches]
     judge = load_model(path, head="score", mesh=tiny.one_device())
@@ -187,8 +187,7 @@ def python(trained, tiny, tmp_path):
 
 def command(trained, tiny, tmp_path):
     source, target = tiny.write_rows(tmp_path / "pairs.jsonl", trained.case.rows), tmp_path / "scored.jsonl"
-    arguments = ["score", str(trained.path), str(source), "-o", str(target)]
-    assert CliRunner().invoke(cli.app, arguments, catch_exceptions=False).exit_code == 0
+    commands.rlhf("score", trained.path, source, "-o", target)
     return [row[f"{side}_score"] for row in tiny.read_rows(target) for side in ("chosen", "rejected")]
 
 

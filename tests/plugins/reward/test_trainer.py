@@ -79,16 +79,8 @@ def test_the_mesh_is_as_given_or_as_the_model_was_loaded(
         devices = jax.devices()[: 2 if loaded == {"data": 2} else 8]
         model = load_model(language_model, head="score", mesh=make_mesh(**sizes, devices=devices))
     config = RewardConfig(**BASE, save_directory=tmp_path)
-    result = RewardTrainer(
-        config, model=model, train_dataset=tiny.pairs(11), mesh=given, callbacks=[Watch()]
-    ).train()
+    RewardTrainer(config, model=model, train_dataset=tiny.pairs(11), mesh=given, callbacks=[Watch()]).train()
     assert meshes == [{axis: size for axis, size in found.items() if size > 1}]
-    plain = RewardTrainer(
-        config.replace(save_directory=tmp_path / "plain"),
-        model=str(language_model),
-        train_dataset=tiny.pairs(11),
-    ).train()
-    assert result.metrics["loss"] == pytest.approx(plain.metrics["loss"], rel=1e-3)
 
 
 def as_records(rows):

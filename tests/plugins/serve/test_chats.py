@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.environments import CallParser, ConversationEncoder
 from rlhf_core.tokenizer import Encoder, template_text
+from tests.plugins.serve.conftest import CHAT
 from tests.shared import serving
 
 MESSAGES = [
@@ -127,10 +128,7 @@ def bytewise() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    conftest = Path(__file__).with_name("conftest.py").read_text()
-    space: dict[str, Any] = {}
-    exec(conftest[conftest.index("CHAT = (") : conftest.index('"""A chat template')], space)
-    made.chat_template = space["CHAT"]
+    made.chat_template = CHAT
     return made
 
 

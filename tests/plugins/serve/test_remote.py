@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from rlhf_remote import Http
-from typer.testing import CliRunner
 
-from rlhf_core import RewardInputs, cli, installed_registry
+from rlhf_core import RewardInputs, installed_registry
 from rlhf_core.rollouts import Reward, score, set_up
 from rlhf_core.scoring import Scorer
 from rlhf_core.workers.pool import close as close_workers
+from tests.shared import commands
 
 GREEDY = ("--temperature", 0, "--max_completion_length", 12)
 TEXTS = [{"prompt": "a b c"}, {"prompt": "d"}]
@@ -23,9 +23,7 @@ CHATS = [{"messages": [{"role": "user", "content": word}], "id": i} for i, word 
 
 
 def say(*arguments: Any, typed: str = "") -> str:
-    result = CliRunner().invoke(cli.app, list(map(str, arguments)), input=typed, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    return str(commands.rlhf(*arguments, typed=typed).stdout)
 
 
 def address(running: Any) -> str:

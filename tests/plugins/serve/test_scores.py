@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import jax
+from tests.shared.compiled import compilations
 
 CHAT = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "e d"}]
 
@@ -20,17 +20,12 @@ def test_nothing_compiles_after_requests_of_every_size(running: Any, opened: dic
 
     for count in (1, 28, 40, 300):
         ask(count)
-    known, compiled = list(opened["rm"].layouts), list[str]()
-
-    def note(name: str, *_: Any, **__: Any) -> None:
-        compiled.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    for count in (3, 17, 270, 29, 2, 38, 9):
-        assert len(ask(count)) == count
-    jax.monitoring.unregister_event_duration_listener(note)
+    known = list(opened["rm"].layouts)
+    with compilations() as compiled:
+        for count in (3, 17, 270, 29, 2, 38, 9):
+            assert len(ask(count)) == count
     assert opened["rm"].layouts == known
-    assert not [name for name in compiled if "backend_compile" in name]
+    assert not compiled
 
 
 def test_forms_of_vllm(running: Any) -> None:

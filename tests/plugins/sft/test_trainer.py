@@ -1,10 +1,10 @@
 """The SFT trainer from Python: what is trained on, evaluated and kept."""
 
-import numpy as np
 import pytest
 from rlhf_sft import SFTConfig, SFTTrainer
 
 from rlhf_core import load_model
+from tests.shared.samplers import full_logps
 
 BASE = {"learning_rate": 1e-2, "total_batch_size": 4, "max_training_steps": 4, "log_steps": 1}
 
@@ -16,18 +16,14 @@ def model(tiny):
 
 def mean_loss(model, tokenizer, rows):
     """−log p of the completions' tokens, EOS included, averaged over all of them, in float64 from the logits."""
-    total, count, width = 0.0, 0, 16
+    total, count = 0.0, 0
     for row in rows:
-        prompt = len(tokenizer(row.get("prompt", ""))["input_ids"])
-        ids = [*tokenizer(row.get("prompt", "") + row.get("completion", row.get("text", "")))["input_ids"], 1]
-        fill = [0] * (width - len(ids))  # so that all are computed by one program
-        logits = np.asarray(model.logits([ids + fill], [[1] * len(ids) + fill]), np.float64)[
-            0, : len(ids) - 1
-        ]
-        logits -= logits.max(-1, keepdims=True)
-        own = logits[np.arange(len(ids) - 1), ids[1:]] - np.log(np.exp(logits).sum(-1))
-        total -= own[max(prompt - 1, 0) :].sum()
-        count += len(own[max(prompt - 1, 0) :])
+        text = row.get("prompt", "") + row.get("completion", row.get("text", ""))
+        ids = [*tokenizer(text)["input_ids"], 1]
+        start = max(len(tokenizer(row.get("prompt", ""))["input_ids"]), 1)
+        logps = full_logps(model.definition, model.params, ids[:start], ids[start:])
+        total -= logps.sum()
+        count += len(logps)
     return total / count
 
 

@@ -8,7 +8,6 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -82,22 +81,6 @@ def test_scaffolds_pass_ruff(sources: Path, repository: Path) -> None:
     ):
         done = subprocess.run([*ruff, *command, str(sources)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.long
-def test_the_logger_of_the_examples_listens(
-    installed: Path, tiny: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("tensorboardX")
-    monkeypatch.syspath_prepend(installed)
-    from rlhf_sft import SFTConfig
-
-    config = SFTConfig(
-        total_batch_size=4, max_training_steps=2, log_steps=1, logger=[{"name": "tensorboard"}]
-    )
-    artifact = tiny.run("sft", config, tmp_path, model=tiny.make_model(), train_dataset=tiny.texts(8))
-    (file,) = (artifact.path.parents[1] / "tensorboard").iterdir()
-    assert b"tokens_per_second" in file.read_bytes()
 
 
 def test_the_command(rlhf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

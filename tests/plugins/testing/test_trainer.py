@@ -25,6 +25,7 @@ from rlhf_core.errors import RunError, Stopped
 from rlhf_core.runtime import stop_signals
 from rlhf_core.testing import check_trainer, pairs, prompts, texts
 from rlhf_core.training import Build, Context, define_trainer
+from tests.shared.short_runs import early
 
 
 class Config(TrainerConfig):
@@ -174,11 +175,6 @@ def test_what_is_said(failures: Any) -> None:
     assert "'model' of an interrupted run differs in model.safetensors" in said
     said = failures(check_trainer, MUTANTS["a reward model without a contract"][1], rows=texts(4))["outputs"]
     assert "contract=Scorer.contract_of(context, model)" in said
-
-
-def early(completions: list[str]) -> list[float]:
-    """Return the share of words in the first half of the alphabet."""
-    return [sum("a" <= word <= "m" for word in text.split()) / 6 for text in completions]
 
 
 OURS: dict[str, dict[str, Any]] = {

@@ -9,21 +9,19 @@ from typing import Any
 
 import jax
 import pytest
-from rlhf_tools import commands, doctor
+from rlhf_tools import doctor
 
 from rlhf_core import InputError, Registry, RunError, plugins
 from rlhf_core.plugins import PluginInfo
+from tests.shared import commands
 
 
-def test_it_lists_what_is_installed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_lists_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "LITTLE", 0)
     monkeypatch.setattr(doctor, "GPUS", ())
     monkeypatch.setattr(doctor, "TPUS", ())
     monkeypatch.setattr(doctor, "SUPPORT", {"cuda": (), "tpu": ()})
-    commands.doctor()
-    said = capsys.readouterr().out
+    said = commands.rlhf("doctor").stdout
     lines = {line[:18].strip(): line[19:] for line in said.splitlines()}
     assert {"core 0.1.0", "grpo 0.1.0"} <= set(lines["rlhf"].split(", "))
     assert lines["devices"].startswith("8 × cpu")
@@ -182,6 +180,6 @@ def test_what_is_wrong_is_named_with_what_to_type(
     problems = [finding.problem for finding in section() if finding.problem]
     assert any(said in problem for problem in problems)
     monkeypatch.setattr(doctor, "examine", lambda: list(section()))
-    with pytest.raises(RunError) as error:
-        commands.doctor()
-    assert str(error.value).strip().splitlines() == problems
+    error = commands.rlhf("doctor", fails=True).exception
+    assert isinstance(error, RunError)
+    assert str(error).strip().splitlines() == problems

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft7Validator
-from typer.testing import CliRunner
 
-from rlhf_core import InputError, cli, plugins
+from rlhf_core import InputError, plugins
 from rlhf_core.config import build
 from rlhf_core.contracts import TRAINER
+from tests.shared import commands
 
 REPOSITORY = Path(__file__).parents[3]
 FILES = [
@@ -91,8 +91,7 @@ WRONG: dict[str, tuple[str | int, ...]] = {
 
 @pytest.fixture(scope="module")
 def validator() -> Draft7Validator:
-    ended = CliRunner().invoke(cli.app, ["schema"], catch_exceptions=False)
-    schema = json.loads(ended.stdout)
+    schema = json.loads(commands.rlhf("schema").stdout)
     Draft7Validator.check_schema(schema)
     # taplo refuses a schema in which a reference is no address, such as one with a space.
     assert all(
