@@ -215,7 +215,6 @@ def test_the_activation_does_not_cancel() -> None:
 
 
 WEIGHT = 0.7
-ROUTER = ("layers", "mlp", "gate", "kernel")
 
 
 def objective(definition: Any, params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Any]]:
