@@ -43,16 +43,6 @@ def test_a_missing_cell_of_csv_is_null_and_a_quoted_one_is_empty(place):
     assert records[2] == list(records)[2]
 
 
-def test_an_empty_completion_is_no_match_for_a_missing_answer(place):
-    from rlhf_core import plugins
-    from rlhf_core.contracts import REWARD
-
-    (place / "a.csv").write_text("prompt,answer\na,\nb,b\n")
-    answers = [row["answer"] for row in data.load(place / "a.csv")]
-    reward = plugins.load().registry.get(REWARD, "exact_match")
-    assert list(reward(completions=["", "b"], answer=answers)) == [None, 1.0]
-
-
 def test_missing_values_are_null_and_data_sets_of_one_name_are_told_apart(tokenizer):
     frame = pd.DataFrame({"prompt": ["a", "b"], "answer": ["x", None], "score": [1.0, np.nan]})
     assert list(data.load(frame)) == [

@@ -62,11 +62,6 @@ def updates(rows: Source, tiny: ModuleType, names: Any = ("margin",), **options:
     return ExampleUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=names, group=2)
 
 
-def test_the_larger_number_of_workers_holds() -> None:
-    assert TrainerConfig(dataloader_num_workers=1).workers == 1
-    assert TrainerConfig(dataloader_num_workers=1, dataset_num_proc=2).workers == 2
-
-
 def names(update: Update) -> list[str]:
     """The rows of an update, in their order."""
     found = [batch.example[batch.example >= 0] for batch in update.batches]

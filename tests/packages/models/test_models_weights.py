@@ -169,33 +169,20 @@ def bits(dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_transposed_matrix(dtype: Any, shape: tuple[int, int]) -> None:
-    stored = bits(dtype, shape[::-1])
-    out = np.full(shape, 7, np.float32)
-    copy(stored.T, out)
-    np.testing.assert_array_equal(
-        out.view(np.uint32), np.ascontiguousarray(stored.astype(np.float32).T).view(np.uint32)
-    )
-
-
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-def test_a_part_of_one_into_a_part_of_another(dtype: Any) -> None:
-    """As a device reads its shard."""
-    stored, out = bits(dtype, (70, 50)), np.full((3, 31, 45), 7, np.float32)
-    copy(stored.T[11:42, 20:65], out[1])
-    expected = stored.astype(np.float32).T[11:42, 20:65]
-    np.testing.assert_array_equal(out[1].view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
-    assert (out[[0, 2]] == 7).all()
-
-
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-@pytest.mark.parametrize("shape", [(9,), (6, 4)])
-def test_arrays_are_copied_as_stored(dtype: Any, shape: tuple[int, ...]) -> None:
-    stored = bits(dtype, shape)
-    out = np.full(shape, 7, np.float32)
-    copy(stored, out)
-    np.testing.assert_array_equal(out.view(np.uint32), stored.astype(np.float32).view(np.uint32))
+def test_numbers_are_copied_as_float32_to_the_bit(dtype: Any) -> None:
+    """As stored; transposed, which goes by blocks; and a part into a part, as a device reads its shard."""
+    stored = bits(dtype, (70, 50))
+    whole = np.full((3, 31, 45), 7, np.float32)
+    copies = [
+        *((bits(dtype, shape), np.full(shape, 7, np.float32)) for shape in ((9,), (6, 4))),
+        *((bits(dtype, shape[::-1]).T, np.full(shape, 7, np.float32)) for shape in SHAPES),
+        (stored.T[11:42, 20:65], whole[1]),
+    ]
+    for source, out in copies:
+        copy(source, out)
+        expected = np.ascontiguousarray(source.astype(np.float32))
+        np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32), err_msg=str(out.shape))
+    assert (whole[[0, 2]] == 7).all()
 
 
 def entry(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:

@@ -311,31 +311,6 @@ def test_a_component_that_cannot_be_imported_is_an_error_where_it_is_asked_for(w
         host.registry.get(POLICY_LOSS, "gone")
 
 
-def test_two_distributions_of_one_component(losses: World) -> None:
-    for distribution in ("rlhf-a", "rlhf-b"):
-        same = points(
-            "rlhf.policy_loss", "same = made_up_losses:loss", f"{distribution} = made_up_losses:loss"
-        )
-        losses.install_points(distribution, same)
-    host, infos, said = losses.load()
-    assert (infos["a"].state, infos["b"].state) == ("loaded", "failed")
-    assert "policy loss 'same' is registered twice" in said[0]
-    assert "by rlhf-a 1.0, and made_up_losses.loss by rlhf-b 1.0" in said[0]
-    with pytest.raises(InputError, match="registered twice"):
-        host.registry.get(POLICY_LOSS, "same")
-    assert host.registry.names(POLICY_LOSS) == ["rlhf-a", "same"]
-
-
-@pytest.mark.parametrize("name", ["one", "rlhf-one", "RLHF_One"])
-def test_components_are_disabled_with_their_distribution(
-    losses: World, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    losses.install_points("rlhf-one", points("rlhf.policy_loss", "first = made_up_losses:loss"))
-    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", name)
-    host, infos, said = losses.load()
-    assert (infos["one"].state, said, host.registry.names(POLICY_LOSS)) == ("disabled", [], [])
-
-
 def test_the_pin_of_components(losses: World) -> None:
     first = points("rlhf.policy_loss", "first = made_up_losses:loss")
     losses.install_points("rlhf-one", first, requires="rlhf-core>=0.2")
