@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import Model, check_model, fresh_model, load_model, weights
+from rlhf_core.models import Model, check_model, fresh_model, load_model
 from rlhf_core.models.safetensors import BLOCK, DTYPES, copy
 from rlhf_core.training import definition_of
 from tests.shared.decoder_configs import CONFIGS
@@ -78,11 +78,11 @@ def test_load_save_load_is_exact(tiny: Any, tmp_path: Path, kind: str, head: Any
 
 
 def test_large_models_are_sharded_and_stale_files_go(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_shards: Callable[[int], None]
 ) -> None:
     model, target = load_model(copied), tmp_path / "out"
     model.save(target)
-    monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
+    in_shards(4000)
     model.save(target)
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 2
