@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import pluggy
 import pytest
 
 from rlhf_core import LOGGER, Stage, plugins
@@ -29,7 +28,6 @@ from rlhf_core.errors import Stopped
 from rlhf_core.fit.progress import cut_files, metric_files
 from rlhf_core.loggers.console import Console, Pace, clock, number
 from rlhf_core.mesh import make_mesh
-from rlhf_core.plugins import hooks
 from rlhf_core.stage.execute import make_loggers
 
 LOGGERS = plugins.load().registry
@@ -52,10 +50,9 @@ def make_stage(directory: Path, *, is_main: bool = True) -> Stage:
 
 def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
     """Send loggers the events of a stage of 40 updates."""
-    manager = pluggy.PluginManager("rlhf")
-    manager.add_hookspecs(hooks)
-    manager.register(logger)
-    hook = manager.hook
+    host = plugins.empty_host()
+    host.pm.register(logger)
+    hook = host.hook
     hook.rlhf_stage_start(stage=stage, config=TrainerConfig())
     (stage.dir / "plan.json").write_text('{"updates": 40, "start": 0}')
     for step in (10, 20):

@@ -301,16 +301,6 @@ def test_a_wrong_entry_point_is_a_warning(losses: World, text: str, cause: str) 
         host.registry.get(REWARD, "r")
 
 
-def test_a_component_that_cannot_be_imported_is_an_error_where_it_is_asked_for(world: World) -> None:
-    world.install_points("rlhf-gone", points("rlhf.policy_loss", "gone = made_up_gone.losses:Gone"))
-    host, infos, said = world.load()
-    assert (infos["gone"].state, said) == ("loaded", [])
-    with pytest.raises(
-        InputError, match=r"policy loss 'gone' \(from rlhf-gone 1\.0\) failed to load: it .*made_up_gone"
-    ):
-        host.registry.get(POLICY_LOSS, "gone")
-
-
 def test_the_pin_of_components(losses: World) -> None:
     first = points("rlhf.policy_loss", "first = made_up_losses:loss")
     losses.install_points("rlhf-one", first, requires="rlhf-core>=0.2")

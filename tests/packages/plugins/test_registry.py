@@ -12,7 +12,8 @@ import pytest
 from rlhf_core import plugins
 from rlhf_core.contracts import ADVANTAGE, LOGGER, MODEL, OPTIMIZER, POLICY_LOSS, REWARD
 from rlhf_core.errors import InputError
-from rlhf_core.plugins.registry import DISTRIBUTED, PluginInfo, Registry
+from rlhf_core.plugins import PluginInfo, Registry
+from rlhf_core.plugins.registry import DISTRIBUTED
 
 if TYPE_CHECKING:
     from rlhf_core.contracts import LossOutput, PolicyInputs
