@@ -12,7 +12,8 @@ import pytest
 from rlhf_core import data
 from rlhf_core.data import cache
 from rlhf_core.errors import InputError
-from rlhf_core.tokenizer import Encoder
+from rlhf_core.tokenizer import Encoder, TextOptions
+from tests.shared import chat_cases as chat
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,36 @@ def test_whatever_decides_the_ids_is_part_of_the_key(tokenizer, tiny, directory,
     assert count(talk, tokenizer, "plain") == 5
     monkeypatch.setattr(cache, "code_hash", lambda: "other rules")
     assert count(talk, tokenizer, "plain") == 6
+
+
+def test_tokens_of_other_options_are_not_taken(directory):
+    rows = [
+        {"prompt": [chat.user("a bab")], "chosen": [chat.assistant("ab")], "rejected": [chat.assistant("b")]}
+    ]
+    named = {"default": chat.CHATML, "tool_use": chat.TOOLS}
+    dated = "{{ strftime_now('%d %b %Y') }}" + chat.CHATML
+    ways = [
+        (chat.CHATML, TextOptions()),
+        (chat.CHATML, TextOptions(chat_template_kwargs={"x": 1})),
+        (chat.CHATML, TextOptions(read_at="template")),
+        (chat.CHATML, TextOptions(prompt_repeated=True)),
+        (chat.CHATML, TextOptions(system_prompt="ab ba")),
+        (named, TextOptions()),
+        ({**named, "tool_use": chat.CHATML}, TextOptions()),
+        (dated, TextOptions(template_date="2026-01-30")),
+        (dated, TextOptions(template_date="2026-01-31")),
+    ]
+
+    def count(template, options):
+        tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+        tokenizer.chat_template = template
+        data.encode_pairs(data.load(rows), tokenizer, max_length=None, chat_template=options)
+        return len(list(directory.iterdir()))
+
+    for number, way in enumerate(ways, 1):
+        assert [count(*way), count(*way)] == [number, number]
+    undated = TextOptions(template_date="2026-01-31")  # only dated templates depend on it
+    assert count(chat.CHATML, undated) == len(ways)
 
 
 def test_wrong_rows_are_reported_every_time(tokenizer, directory):

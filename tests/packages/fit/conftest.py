@@ -1,13 +1,15 @@
-"""Runs whose trainer asks for something else than it does."""
+"""Runs whose trainer asks for something else than it does, and data that count as large however small they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhf_core import fit
+from rlhf_core.data import cache, source
 from rlhf_core.training import define
 
 
@@ -23,3 +25,13 @@ def change_build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[fit.Bui
         monkeypatch.setattr(define, "fit", run)
 
     return set_to
+
+
+@pytest.fixture
+def in_small_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Encode eight rows at a time, choose a layout for the first sixteen, and keep the tokens of all."""
+    monkeypatch.setattr(source, "BLOCK", 8)
+    monkeypatch.setattr(source, "SAMPLE", 16)
+    monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 16)
+    monkeypatch.setattr(cache, "SMALL", 1)
+    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))

@@ -240,6 +240,23 @@ def test_tqdm(tmp_path: Path, terminal: Terminal) -> None:
     assert "[policy] eval 20  accuracy 0.9800" in text
 
 
+@pytest.mark.parametrize("progress", ["rich", "tqdm"])
+def test_control_characters_of_names_are_shown_and_not_obeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: Any
+) -> None:
+    hostile, safe = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff", r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff"
+    stage = dataclasses.replace(make_stage(tmp_path / hostile), name=hostile + "\ud800")
+    console = Console(progress=progress)
+    console.rlhf_stage_start(stage=stage, config=TrainerConfig())
+    console.rlhf_artifact_saved(artifact=Artifact(hostile, "language_model", stage.dir))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count(safe) for line in lines] == [2, 3]
+    assert all(line.startswith(rf"[{safe}\ud800]") for line in lines)
+    assert not [
+        character for character in "\x1b\x9b\x07\u202e\x7f" if any(character in line for line in lines)
+    ]
+
+
 def test_json_is_an_object_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play(Console(progress="json"), make_stage(tmp_path), Stopped("s"))
     out, err = capsys.readouterr()
