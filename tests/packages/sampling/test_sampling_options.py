@@ -18,7 +18,6 @@ import pytest
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop, most_steps
-from rlhf_core.sampling.loop import Written, read_completions
 from tests.shared import samplers
 from tests.shared.compiled import compilations
 
@@ -251,10 +250,10 @@ def test_a_free_slot_is_reused_immediately(
 ) -> None:
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     slots = 4
-    written: list[Written] = []
+    written: list[loop.Written] = []
     monkeypatch.setattr(
         "rlhf_core.sampling.sampler.read_completions",
-        lambda *results: written.append(results[0]) or read_completions(*results),
+        lambda *results: written.append(results[0]) or loop.read_completions(*results),
     )
     lengths = ask(model, in_slots, ALL, **OF_SLOTS["strings"]).lengths
     ask(model, in_slots, slots, **OF_SLOTS["strings"])
