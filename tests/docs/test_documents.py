@@ -207,43 +207,6 @@ def test_the_page_on_online_dpo_can_be_followed(workplace: Path, tiny: ModuleTyp
     assert [row["step"] for row in rows if "eval_reward" in row] == [2, 4]
 
 
-@pytest.mark.long
-def test_the_readme_of_dpo_runs(workplace: Path, tiny: ModuleType) -> None:
-    documents.write_what_pages_name(tiny)
-    page = REPOSITORY / "plugins/dpo/README.md"
-    (python,) = (text for language, text in documents.blocks(page) if language == "python")
-    scope: dict[str, Any] = {}
-    exec(python, scope)
-    assert scope["result"].metrics["loss"] < 0.7
-    (toml,) = (text for language, text in documents.blocks(page) if language == "toml")
-    Path("p.toml").write_text(f'dir = "runs"\n{toml}')
-    said = []
-    for more in ([], ["--set", "policy.loss=robust"]):
-        ended = documents.rlhf(["check", "p.toml", *more])
-        assert not ended.code
-        said.append(" ".join(ended.said.split()))  # lines break where the path ends them
-    assert ["which makes 'robust' the same as 'sigmoid'" in each for each in said] == [False, True]
-    assert "16 pairs" in said[0]
-
-
-@pytest.mark.long
-def test_the_readme_of_kto_runs(workplace: Path, tiny: ModuleType) -> None:
-    documents.write_what_pages_name(tiny)
-    page = REPOSITORY / "plugins/kto/README.md"
-    (python,) = (text for language, text in documents.blocks(page) if language == "python")
-    scope: dict[str, Any] = {}
-    exec(python, scope)
-    assert 0.4 < scope["result"].metrics["loss"] < 0.6
-    (toml,) = (text for language, text in documents.blocks(page) if language == "toml")
-    rows = [{**row, "label": i % 2} for i, row in enumerate(tiny.texts(16))]
-    for name in ("labels", "labels.heldout"):
-        tiny.write_rows(Path(f"{name}.jsonl"), rows)
-    Path("p.toml").write_text(f'dir = "runs"\n{toml}')
-    ended = documents.rlhf(["check", "p.toml"])
-    assert not ended.code
-    assert "16 texts" in ended.said
-
-
 SMALL = {
     "total_batch_size = 128": "total_batch_size = 8",
     "max_completion_length = 256": "max_completion_length = 4",

@@ -16,6 +16,8 @@ DOCUMENTS = (
     "plugins/sft/README.md",
     "plugins/reward/README.md",
     "plugins/grpo/README.md",
+    "plugins/dpo/README.md",
+    "plugins/kto/README.md",
     "plugins/kernels/README.md",
     "plugins/suite/README.md",
     "plugins/trackers/README.md",
@@ -41,6 +43,9 @@ def workplace(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         documents.write_what_pages_name(tiny)
+    labelled = [{**row, "label": i % 2} for i, row in enumerate(tiny.texts(16))]
+    for name in ("labels", "labels.heldout"):
+        tiny.write_rows(directory / f"{name}.jsonl", labelled)
     tiny.make_model("score").save(directory / "path/to/reward_model")
     tiny.make_model().save(directory / "runs/quickstart-seed0/base/artifacts/model")
     return directory

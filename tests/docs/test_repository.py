@@ -150,13 +150,6 @@ def test_a_plugin_imports_no_other_but_libraries_that_it_names(name: str, reposi
         assert {f"rlhf-{other}" for other in others} <= set(needed), file
 
 
-def test_the_licence_is_apache(repository: Path) -> None:
-    text = (repository / "LICENSE").read_text(encoding="utf-8")
-    assert "Apache License" in text
-    assert "Version 2.0, January 2004" in text
-    assert "END OF TERMS AND CONDITIONS" in text
-
-
 @pytest.mark.parametrize(
     "document", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/tutorial/first_run.md"]
 )

@@ -28,6 +28,8 @@ PUBLIC = {
 """Modules of rlhf_core whose names others may use; a plugin's public names are its package's."""
 LIBRARIES = ("rlhf_http",)
 """Distributions that others import: each of their modules is public."""
+FUNCTIONS = {"rlhf_core.config.build", "rlhf_core.rollouts.open_collector"}
+"""Functions that their package exports under the name of the module that has them: to import one is no module's."""
 NAMED = re.compile(r"rlhf_\w+(\.\w+)+(:\w+)?")
 """A module, or a name in one, that is written as text and imported later."""
 APART = ("torture", "recipes")
@@ -192,7 +194,7 @@ def private_imports(tree: ast.AST, modules: Collection[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            named = [name for name in names if name in modules]
+            named = [name for name in names if name in modules and name not in FUNCTIONS]
             yield from filter(_is_private, named)
             if len(named) < len(names) and _is_private(str(node.module)):
                 yield str(node.module)

@@ -266,20 +266,6 @@ def test_plugins_as_json(wide: Callable[..., Any]) -> None:
     assert "optimizer: adafactor, adamw" in table.out
 
 
-@pytest.mark.usefixtures("fake")
-def test_train_from_flags(tmp_path: Path, wide: Callable[..., Any]) -> None:
-    (tmp_path / "train.jsonl").write_text("{}")
-    plugin = ["--plugin", str(FAKE_TRAINERS)]
-    flags = ["--train_data", "train.jsonl", "--size=5", "--loss.temperature", "2.0", "--dir", "runs/one"]
-    ended = wide("train", "fake", *flags, *plugin)
-    assert ended.code == 0, ended.message
-    record = json.loads((tmp_path / "runs/one/fake/stage.json").read_text())
-    assert record["state"] == "done"
-    assert record["config"]["size"] == 5
-    assert record["config"]["loss"] == {"name": "fake_loss", "temperature": 2.0}
-    assert (tmp_path / "runs/one/fake/artifacts/model/weights.txt").read_text() == "xxxxx0"
-
-
 def of_flags(fake: ModuleType, *arguments: str) -> Any:
     file = train.pipeline_from_flags("fake", fake.FakeConfig, list(train._flags(arguments)))
     assert not file.problems
@@ -343,20 +329,6 @@ def test_the_help_of_a_trainer_is_toml_with_bounds(
     assert told["--rewards"] == "list of reward; []"
     assert told["--eval_on_start"] == "true or false; false"
     assert told["--max_grad_norm"] == "number | none, ≥ 0; 1.0"
-
-
-@pytest.mark.parametrize("command", ["check", "plugins"])
-def test_piped_tables_are_as_wide_as_asked(
-    pipeline: Path, fake: ModuleType, rlhf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    ended = rlhf(
-        *{"check": ("check", "p.toml", "--dir", "a")}.get(command, (command,)), "--plugin", str(FAKE_TRAINERS)
-    )
-    lines = ended.out.splitlines()
-    assert ended.code == 0
-    assert len(lines) > 3
-    assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
 
 
 def test_a_shell_completes_commands_and_flags() -> None:

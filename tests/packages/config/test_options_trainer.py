@@ -37,40 +37,34 @@ def test_durations(given: Any, seconds: float) -> None:
         assert TrainerConfig(save_interval_minutes=given).save_interval_minutes == seconds / 60
 
 
-def test_zero_turns_clipping_off() -> None:
-    assert TrainerConfig(max_grad_norm=0).max_grad_norm is None
-
-
-def test_paths_are_text() -> None:
-    config = TrainerConfig(model=Path("m"), train_data=Path("d.jsonl"), save_directory=Path("out"))
-    assert (config.model, config.train_data, config.save_directory) == ("m", "d.jsonl", "out")
-
-
-@pytest.mark.parametrize("given", ["none", None, "constant"])
-def test_a_constant_rate_has_easydels_name_too(given: Any) -> None:
-    assert TrainerConfig(scheduler=given).scheduler == "constant"
-
-
-@pytest.mark.parametrize(("given", "tracks"), [(True, True), (False, False), (10.0, True), (0.0, False)])
-def test_memory_is_tracked_or_not(given: Any, tracks: bool) -> None:
-    assert bool(TrainerConfig(track_memory=given).track_memory) is tracks
-
-
-COMPARING = {
-    "early_stopping_patience": 2,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "accuracy",
-}
-
-
-@pytest.mark.parametrize("field", COMPARING)
-def test_what_compares_evaluations_is_named(field: str) -> None:
-    value = COMPARING[field]
-    assert TrainerConfig(evaluation_steps=5, **{field: value}).compares == field
-
-
-def test_evaluations_are_not_compared_by_default() -> None:
-    assert TrainerConfig(evaluation_steps=5).compares is None
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"max_grad_norm": 0}, {"max_grad_norm": None}),  # clips nothing
+        ({"model": Path("m"), "save_directory": Path("out")}, {"model": "m", "save_directory": "out"}),
+        ({"train_data": Path("d.jsonl")}, {"train_data": "d.jsonl"}),
+        *(({"scheduler": name}, {"scheduler": "constant"}) for name in ("none", None, "constant")),
+        *(({"track_memory": each}, {"track_memory": True}) for each in (True, 10.0)),
+        *(({"track_memory": each}, {"track_memory": False}) for each in (False, 0.0)),
+        ({"evaluation_steps": 5}, {"compares": None}),
+        *(
+            ({"evaluation_steps": 5, field: value}, {"compares": field})
+            for field, value in (
+                ("early_stopping_patience", 2),
+                ("load_best_model_at_end", True),
+                ("metric_for_best_model", "accuracy"),
+            )
+        ),
+        ({"dataloader_num_workers": 1}, {"workers": 1}),
+        ({"dataloader_num_workers": 1, "dataset_num_proc": 2}, {"workers": 2}),
+    ],
+    ids=str,
+)
+def test_values_with_a_meaning_of_their_own(given: dict[str, Any], found: dict[str, Any]) -> None:
+    config = TrainerConfig(**given)
+    for name, value in found.items():
+        read = getattr(config, name)
+        assert (bool(read) if name == "track_memory" else read) == value
 
 
 def test_a_shared_field_that_a_trainer_does_not_use() -> None:

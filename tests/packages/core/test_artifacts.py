@@ -137,21 +137,6 @@ def test_other_errors_stay_what_they_are_and_leave_nothing(stage: Stage) -> None
     assert list((stage.dir / "artifacts").iterdir()) == []
 
 
-def test_leftovers_of_a_killed_run_are_removed(stage: Stage) -> None:
-    beside = stage.dir / "artifacts" / ".model.tmp"
-    beside.mkdir(parents=True)
-    (beside / "half.safetensors").write_bytes(b"half")
-    saved = save(stage, FakeModel(b"weights"))
-    assert "half.safetensors" not in saved.metadata["files"]
-    assert [path.name for path in saved.path.parent.iterdir()] == ["model"]
-
-
-def test_hash_file(tmp_path: Path) -> None:
-    (tmp_path / "abc").write_bytes(b"abc")  # FIPS 180-2, B.1
-    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
-    assert artifacts.hash_file(tmp_path / "abc") == expected
-
-
 def test_manifest_is_strict_json(stage: Stage) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         save(stage, FakeModel(b""), mean=float("nan"))

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import cache, preferences, prompts, texts
+from rlhf_core.data import cache
 from rlhf_core.errors import InputError
+from rlhf_core.tokenizer import Encoder, TextOptions
+from tests.shared import chat_cases as chat
 
 
 @pytest.fixture(autouse=True)
-def directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "SMALL", 1)
-    return tmp_path / "cache" / "tokens"
+def directory(kept_from):
+    return kept_from(1)
 
 
 ROWS = [
@@ -31,9 +31,9 @@ ROWS = [
 SIDES = [{name: row[name] for name in ("prompt", "chosen", "rejected", "margin")} for row in ROWS]
 WRITTEN = [{name: row[name] for name in ("prompt", "completion")} for row in ROWS]
 CALLS = {
-    "pairs": (data.encode_pairs, SIDES, "max_length", preferences),
-    "texts": (data.encode_texts, WRITTEN, "max_length", texts),
-    "prompts": (data.encode_prompts, WRITTEN, "max_prompt_length", prompts),
+    "pairs": (data.encode_pairs, SIDES, "max_length"),
+    "texts": (data.encode_texts, WRITTEN, "max_length"),
+    "prompts": (data.encode_prompts, WRITTEN, "max_prompt_length"),
 }
 
 
@@ -49,15 +49,21 @@ def plain(value):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_from_the_disk_is_as_without_it(kind, tokenizer, monkeypatch, directory):
-    encode, rows, limit, module = CALLS[kind]
+def test_from_the_disk_is_as_without_it(kind, tokenizer, monkeypatch, directory, kept_from):
+    encode, rows, limit = CALLS[kind]
     ways = [{limit: None}, {limit: 5}, {limit: 4, "overlong": "truncate", "truncation_mode": "keep_start"}]
-    with monkeypatch.context() as patch:
-        patch.setattr(cache, "SMALL", 1000)
-        wanted = [encode(data.load(rows), tokenizer, **way) for way in ways]
+    kept_from(1000)
+    wanted = [encode(data.load(rows), tokenizer, **way) for way in ways]
     assert not directory.exists()
+    kept_from(1)
     first = encode(data.load(rows), tokenizer, **ways[0])
-    monkeypatch.setattr(module, "_encode", lambda *_, **__: pytest.fail("encoded again"))
+    plain_tokenize = Encoder.tokenize
+
+    def tokenize(self, texts):
+        assert len(texts) == 1, "encoded again"  # one text shows what the tokenizer adds
+        return plain_tokenize(self, texts)
+
+    monkeypatch.setattr(Encoder, "tokenize", tokenize)
     again = [encode(data.load(rows), tokenizer, **way) for way in ways]
     assert plain([first, *again]) == plain([wanted[0], *wanted])
     assert first.digests.tolist() == again[0].digests.tolist() == wanted[0].digests.tolist()
@@ -98,6 +104,36 @@ def test_whatever_decides_the_ids_is_part_of_the_key(tokenizer, tiny, directory,
     assert count(talk, tokenizer, "plain") == 5
     monkeypatch.setattr(cache, "code_hash", lambda: "other rules")
     assert count(talk, tokenizer, "plain") == 6
+
+
+def test_tokens_of_other_options_are_not_taken(directory):
+    rows = [
+        {"prompt": [chat.user("a bab")], "chosen": [chat.assistant("ab")], "rejected": [chat.assistant("b")]}
+    ]
+    named = {"default": chat.CHATML, "tool_use": chat.TOOLS}
+    dated = "{{ strftime_now('%d %b %Y') }}" + chat.CHATML
+    ways = [
+        (chat.CHATML, TextOptions()),
+        (chat.CHATML, TextOptions(chat_template_kwargs={"x": 1})),
+        (chat.CHATML, TextOptions(read_at="template")),
+        (chat.CHATML, TextOptions(prompt_repeated=True)),
+        (chat.CHATML, TextOptions(system_prompt="ab ba")),
+        (named, TextOptions()),
+        ({**named, "tool_use": chat.CHATML}, TextOptions()),
+        (dated, TextOptions(template_date="2026-01-30")),
+        (dated, TextOptions(template_date="2026-01-31")),
+    ]
+
+    def count(template, options):
+        tokenizer = chat.byte_level(eos="<|im_end|>", pad="<|endoftext|>")
+        tokenizer.chat_template = template
+        data.encode_pairs(data.load(rows), tokenizer, max_length=None, chat_template=options)
+        return len(list(directory.iterdir()))
+
+    for number, way in enumerate(ways, 1):
+        assert [count(*way), count(*way)] == [number, number]
+    undated = TextOptions(template_date="2026-01-31")  # only dated templates depend on it
+    assert count(chat.CHATML, undated) == len(ways)
 
 
 def test_wrong_rows_are_reported_every_time(tokenizer, directory):

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import files
 from rlhf_core.errors import InputError
 
 PAIR = {"prompt": "a", "chosen": " b", "rejected": " c"}
@@ -20,11 +19,9 @@ FOREIGN = [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c"}]
 
 
 @pytest.fixture(params=["in memory", "on the disk"])
-def place(request, tmp_path, monkeypatch):
+def place(request, tmp_path, in_memory):
     """Run with files held in memory, and with files read from disk."""
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    if request.param == "on the disk":
-        monkeypatch.setattr(files, "IN_MEMORY", 0)
+    in_memory(0 if request.param == "on the disk" else 1 << 23)
     return tmp_path
 
 
@@ -44,16 +41,6 @@ def test_a_missing_cell_of_csv_is_null_and_a_quoted_one_is_empty(place):
     ]
     assert [records.where(i).rpartition(" ")[2] for i in range(4)] == ["1", "2", "3", "4"]
     assert records[2] == list(records)[2]
-
-
-def test_an_empty_completion_is_no_match_for_a_missing_answer(place):
-    from rlhf_core import plugins
-    from rlhf_core.contracts import REWARD
-
-    (place / "a.csv").write_text("prompt,answer\na,\nb,b\n")
-    answers = [row["answer"] for row in data.load(place / "a.csv")]
-    reward = plugins.load().registry.get(REWARD, "exact_match")
-    assert list(reward(completions=["", "b"], answer=answers)) == [None, 1.0]
 
 
 def test_missing_values_are_null_and_data_sets_of_one_name_are_told_apart(tokenizer):
@@ -169,17 +156,16 @@ def test_sharegpt_and_conversations_as_json_are_read_and_said(place, tokenizer, 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.jsonl.gz", "d.csv", "d.txt"])
 def test_a_line_that_is_too_long_is_no_row(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(files.limited_rows, "__kwdefaults__", {"most": 100})
-    monkeypatch.setattr(files._lines, "__defaults__", (100,))
+    monkeypatch.setattr("rlhf_core.data.files.limited_rows.__kwdefaults__", {"most": 100})
+    monkeypatch.setattr("rlhf_core.data.files._lines.__defaults__", (100,))
     content = b'{"text": "a"}\n{"text": "' + b"a" * 200 + b'"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     with pytest.raises(InputError, match=rf"{name} row 2 has more than 100 bytes: a line is one row"):
-        files.read_file(tmp_path / name, name, files.format_of(tmp_path / name))
+        data.load(tmp_path / name)
 
 
-def test_a_file_that_changes_while_it_is_used_is_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "IN_MEMORY", 0)
+def test_a_file_that_changes_while_it_is_used_is_reported(tmp_path, in_memory):
+    in_memory(0)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([PAIR, {**PAIR, "prompt": "b"}]))
     records = data.load(path)

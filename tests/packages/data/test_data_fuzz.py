@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import files
 from rlhf_core.errors import InputError
 
 MUTATIONS = 50
@@ -68,10 +67,9 @@ def mutated(content, draw):
 
 @pytest.mark.parametrize("held", [True, False], ids=["in memory", "on the disk"])
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_damaged_files_are_rows_or_one_message(kind, held, tiny, tmp_path, monkeypatch):
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "IN_MEMORY", 1 << 23 if held else 0)
-    tokenizer, path = tiny.make_tokenizer(), tmp_path / f"a.{kind}"
+def test_damaged_files_are_rows_or_one_message(kind, held, tokenizer, tmp_path, in_memory):
+    in_memory(1 << 23 if held else 0)
+    path = tmp_path / f"a.{kind}"
     whole, draw = written(path, kind), np.random.default_rng(7)
     read = refused = 0
     for number in range(MUTATIONS):

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
-from rlhf_core.data import cache, files, table
-from rlhf_core.packing.trees import trained_per_branch
 
 
 @pytest.fixture
-def disk(tmp_path, monkeypatch):
+def disk(tmp_path, kept_from, in_memory, in_parts):
     """Treat every file as large: read it in parts, from disk."""
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "IN_MEMORY", 0)
-    monkeypatch.setattr(cache, "SMALL", 1)
-    monkeypatch.setattr(table.Table.parts, "__defaults__", (7,))
+    kept_from(1)
+    in_memory(0)
+    in_parts(7)
     return tmp_path
+
+
+def trained(tree):
+    """How many tokens of a tree are predicted and count; nothing predicts the first token of a row."""
+    weights = tree.weights or [np.ones(len(own)) for own in tree.branches]
+    return sum(int((own[0 if len(tree.prefix) else 1 :] != 0).sum()) for own in weights)
 
 
 WAYS = [
@@ -34,7 +37,7 @@ WAYS = [
 def same(trees):
     for name, of in (
         ("sizes", lambda tree: tree.size),
-        ("trained", lambda tree: sum(trained_per_branch(tree))),
+        ("trained", trained),
         ("lengths", lambda tree: len(tree.prefix) + max(map(len, tree.branches))),
         ("prefixes", lambda tree: len(tree.prefix)),
     ):
@@ -72,7 +75,9 @@ def plain(encoded):
 
 
 @pytest.mark.parametrize("kind", ["pairs", "texts", "prompts"])
-def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer, disk, monkeypatch):
+def test_parts_from_the_disk_are_as_all_at_once_in_memory(
+    kind, tiny, tokenizer, disk, kept_from, in_memory, in_parts
+):
     encode, limit = {
         "pairs": (data.encode_pairs, "max_length"),
         "texts": (data.encode_texts, "max_length"),
@@ -89,13 +94,15 @@ def test_parts_from_the_disk_are_as_all_at_once_in_memory(kind, tiny, tokenizer,
     path = tiny.write_rows(disk / "rows.jsonl", rows)
     spec = [str(path), {"path": str(path), "weight": 0.5}]
     for way in ({limit: None}, {limit: 5, "overlong": "truncate"}):
+        kept_from(1)
+        in_memory(0)
+        in_parts(7)
         first = plain(encode(data.load(spec), tokenizer, **way))
         again = plain(encode(data.load(spec), tokenizer, **way))
-        with monkeypatch.context() as patch:
-            patch.setattr(files, "IN_MEMORY", 1 << 30)
-            patch.setattr(cache, "SMALL", 1 << 30)
-            patch.setattr(table.Table.parts, "__defaults__", (1000,))
-            whole = plain(encode(data.load(spec), tokenizer, **way))
+        kept_from(1 << 30)
+        in_memory(1 << 30)
+        in_parts(1000)
+        whole = plain(encode(data.load(spec), tokenizer, **way))
         assert first == again == whole
         assert whole[0].duplicates
         assert bool(whole[0].reversed) == (kind == "pairs")
@@ -114,10 +121,9 @@ def test_raw_columns_are_read_when_they_are_asked_for(tiny, tokenizer, disk):
 
 
 @pytest.mark.long
-def test_a_warm_start_makes_no_objects_of_the_rows(tiny, tokenizer, tmp_path, monkeypatch):
+def test_a_warm_start_makes_no_objects_of_the_rows(tokenizer, tmp_path, in_memory):
     """Memory per row stays below 300 bytes, less than the row's text."""
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(files, "IN_MEMORY", 0)
+    in_memory(0)
     count, path = 6000, tmp_path / "pairs.jsonl"
     words = " a b c d e" * 60
     with path.open("w") as file:

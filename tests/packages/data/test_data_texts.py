@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rlhf_core import data
+from rlhf_core.packing import Layout, pack
 from rlhf_core.tokenizer import Encoder
 from tests.shared import data_rows as made
 
@@ -35,36 +36,35 @@ def test_texts_are_learned_whole(tokenizer):
     assert (len(tree.prefix), len(tree.branches), tree.weights[0].dtype) == (0, 1, np.float32)
 
 
-@pytest.mark.parametrize("template", ["plain", CHATML])
-def test_completions_are_learned_without_their_prompts(template, tokenizer):
-    assert learned(texts([{"prompt": "ask ", "completion": "good"}], tokenizer), tokenizer) == ["good</s>"]
-    rows = [{"prompt": [user("ask")], "completion": [assistant("good")]}]
-    assert learned(texts(rows, tokenizer, chat_template=template), tokenizer) == ["good</s>"]
-    rows = [{"prompt": "ask", "completion": [assistant("good")]}]
-    assert learned(texts(rows, tokenizer, chat_template=template), tokenizer) == ["good</s>"]
+@pytest.mark.parametrize(
+    ("row", "template"),
+    [
+        ({"prompt": "ask ", "completion": "good"}, None),
+        ({"prompt": [user("ask")], "completion": [assistant("good")]}, "plain"),
+        ({"prompt": [user("ask")], "completion": [assistant("good")]}, CHATML),
+        ({"prompt": "ask", "completion": [assistant("good")]}, CHATML),
+        (FINE, None),
+        (TALK, CHATML),
+        ({"chosen": "ask good", "rejected": "ask bad"}, None),
+        (
+            {"chosen": [user("a"), assistant("good")], "rejected": [user("a"), assistant("bad")]},
+            CHATML,
+        ),
+    ],
+)
+def test_the_completion_and_the_chosen_side_are_learned_without_the_prompt(row, template, tokenizer):
+    """Which tokens of conversations are learned, with all templates: tests/packages/tokenizer/test_replies.py."""
+    assert learned(texts([row], tokenizer, chat_template=template), tokenizer) == ["good</s>"]
 
 
-def test_every_reply_of_a_conversation_is_learned(tokenizer):
-    rows = [
-        {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("left out")]},
-        {"messages": [user("nobody answers")]},
-    ]
-    plain = texts(rows, tokenizer, chat_template="plain")
+def test_what_has_no_reply_is_empty_and_what_follows_the_last_is_left_out(tokenizer):
+    messages = [user("a"), assistant("b"), user("c"), assistant("d"), user("left out")]
+    plain = texts(
+        [{"messages": messages}, {"messages": [user("nobody answers")]}], tokenizer, chat_template="plain"
+    )
     assert learned(plain, tokenizer) == ["b</s>d</s>"]
-    assert plain.report.empty == ["dataset row 2"]
     assert "left out" not in tokenizer.decode(plain.sequences["tokens"][0])
-    assert plain.report.after_reply == ["dataset row 1"]
-    assert learned(texts(rows, tokenizer, chat_template=CHATML), tokenizer) == ["b</s>d</s>"]
-
-
-def test_the_chosen_side_of_preferences_is_learned(tokenizer):
-    assert learned(texts([FINE], tokenizer), tokenizer) == ["good</s>"]
-    assert learned(texts([TALK], tokenizer, chat_template=CHATML), tokenizer) == ["good</s>"]
-    assert learned(texts([{"chosen": "ask good", "rejected": "ask bad"}], tokenizer), tokenizer) == [
-        "good</s>"
-    ]
-    whole = {"chosen": [user("a"), assistant("good")], "rejected": [user("a"), assistant("bad")]}
-    assert learned(texts([whole], tokenizer, chat_template=CHATML), tokenizer) == ["good</s>"]
+    assert (plain.report.after_reply, plain.report.empty) == (["dataset row 1"], ["dataset row 2"])
 
 
 def test_over_long_texts(tokenizer):
@@ -76,6 +76,21 @@ def test_over_long_texts(tokenizer):
     # A row cut down to its prompt has nothing left to learn.
     start = texts(rows, tokenizer, max_length=7, overlong="truncate", truncation_mode="keep_start")
     assert start.report.filtered == ["dataset row 1"]
+
+
+def test_values_stay_with_the_rows_that_are_kept_and_reach_the_batch(tokenizer):
+    rows = [
+        {"prompt": "a", "completion": "b", "rating": 0.25},
+        {"prompt": "a", "completion": "too long", "rating": 9.0},
+        {"prompt": "a", "completion": " ", "rating": None},  # empty, so its number is not checked
+        {"prompt": "c", "completion": "d", "rating": "-1.5"},
+    ]
+    found = texts(rows, tokenizer, max_length=5, values=("rating",))
+    assert found.values["rating"].dtype == np.float64
+    assert found[0].sequence_values["rating"].dtype == np.float32
+    np.testing.assert_array_equal(found.values["rating"], [0.25, -1.5])
+    (batch,) = pack(found, Layout((32,), (1,), (4,), (32,)), sequence_names=("rating",))
+    assert sorted(batch.sequence_values["rating"][batch.last >= 0]) == [-1.5, 0.25]
 
 
 def test_prompts_keep_the_other_columns(tokenizer):

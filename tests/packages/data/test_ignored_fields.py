@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -101,13 +102,10 @@ def test_every_kind_of_data_counts_ignored_fields(tokenizer: Any) -> None:
 
 
 def test_ignored_fields_are_cached_with_the_tokens(
-    tokenizer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Any, kept_from: Callable[[int], Any], in_parts: Callable[[int], None]
 ) -> None:
-    from rlhf_core.data import cache, table
-
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(cache, "SMALL", 2)
-    monkeypatch.setattr(table.Table.parts, "__defaults__", (2,))
+    kept_from(2)
+    in_parts(2)
     long = "é" * 40
     rows = [
         {"prompt": [user("a", **({"name": "alice"} if i == 1 else {long: 1} if i == 4 else {}))]}

@@ -379,17 +379,6 @@ def test_calls_of_a_template_without_an_end_of_turn() -> None:
     assert observed(template, [chat.user("a"), called("x")], [result("2")], other)[1] == ids
 
 
-def test_templates_that_take_arguments_as_text_get_them_so() -> None:
-    template = (
-        HEADED + CALLS.replace("c.function | tojson", "'' + c.function.arguments") + "{% endfor %}" + OPENED
-    )
-    encoder = encoder_of(template)
-    for arguments in ({"x": "é"}, '{"x": "é"}'):
-        reply = called("x")
-        reply["tool_calls"][0]["function"]["arguments"] = arguments
-        assert encoder.write([reply]) == 'assistant: <call>{"x": "é"}</call>'
-
-
 def test_a_stop_token_that_begins_the_next_turn_is_not_repeated() -> None:
     template = (
         "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rlhf_core.training.define
 from rlhf_core import fit, hookimpl
 from rlhf_core.errors import RunError
 from rlhf_core.fit import Action
@@ -20,15 +19,11 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def with_actions(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def with_actions(change_build: Callable[..., None]) -> Callable[..., None]:
     """Add actions to the build of the next runs."""
-    plain = fit.fit
 
     def add(*actions: Action) -> None:
-        def run(stage: Any, config: Any, build: fit.Build) -> Any:
-            return plain(stage, config, fit.replace(build, actions=[*build.actions, *actions]))
-
-        monkeypatch.setattr(rlhf_core.training.define, "fit", run)
+        change_build(lambda build: fit.replace(build, actions=[*build.actions, *actions]))
 
     return add
 

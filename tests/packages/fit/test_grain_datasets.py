@@ -14,7 +14,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data import Source, source
+from rlhf_core.data import Source
 from rlhf_core.data.streams import open_source, open_streams
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.fit import ExampleUpdates, Update, choose_row_layout
@@ -25,9 +25,7 @@ UPDATES = 9
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "BLOCK", 8)
-    monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 16)
+def short(in_small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhf_core.data.streams.HEAD", 10)
 
 

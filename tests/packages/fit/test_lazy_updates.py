@@ -18,7 +18,7 @@ import pytest
 
 from rlhf_core import data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data import Source, cache, source, usable_pairs, usable_texts
+from rlhf_core.data import Source, usable_pairs, usable_texts
 from rlhf_core.data.source import open_files
 from rlhf_core.data.streams import first_rows, open_source, open_streams
 from rlhf_core.errors import InputError, RunError
@@ -26,15 +26,7 @@ from rlhf_core.fit import ExampleUpdates, Update, choose_row_layout
 from rlhf_core.tokenizer import TextOptions
 
 LIMIT = 64
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(source, "BLOCK", 8)
-    monkeypatch.setattr(source, "SAMPLE", 16)
-    monkeypatch.setattr("rlhf_core.data.streams.SAMPLE", 16)
-    monkeypatch.setattr(cache, "SMALL", 1)
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("in_small_blocks")
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +52,6 @@ def updates(rows: Source, tiny: ModuleType, names: Any = ("margin",), **options:
     config = TrainerConfig(total_batch_size=5, **options)
     layout = choose_row_layout(rows.trees, config, tiny.one_device(), 16, reads_tokens=False)
     return ExampleUpdates(rows, config, layout, vocabulary=1000, say=print, sequence_names=names, group=2)
-
-
-def test_the_larger_number_of_workers_holds() -> None:
-    assert TrainerConfig(dataloader_num_workers=1).workers == 1
-    assert TrainerConfig(dataloader_num_workers=1, dataset_num_proc=2).workers == 2
 
 
 def names(update: Update) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from rlhf_grpo import GRPOConfig
 
-import rlhf_core.training.define
 from rlhf_core import TRAINER, InputError, Registry, TrainerConfig, fit, hookimpl
 from rlhf_core.fit import Action
 from rlhf_core.mesh import make_mesh
@@ -157,7 +155,7 @@ def test_values_that_an_objective_does_not_return(
         train(tiny, tmp_path, Trainer(asked), rows=tiny.texts(13))
 
 
-def test_the_numbers_of_completions(short: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_of_completions(short: Any, change_build: Callable[..., None]) -> None:
     """Of rollouts, values go by the number of the completion."""
     got: dict[int, fit.UpdateValues] = {}
 
@@ -165,14 +163,14 @@ def test_the_numbers_of_completions(short: Any, monkeypatch: pytest.MonkeyPatch)
         assert at.values is not None
         got[at.step] = at.values
 
-    def run(stage: Any, config: GRPOConfig, build: fit.Build) -> Any:
+    def with_rewards(build: fit.Build) -> fit.Build:
         def valued(params: Any, batch: Any) -> Any:
             return *build.objective(params, batch), {"reward": batch.sequence_values["reward"]}
 
         action = Action(1, keep, values={"reward": "sequence"})
-        return fit.fit(stage, config, fit.replace(build, objective=valued, actions=[action]))
+        return fit.replace(build, objective=valued, actions=[action])
 
-    monkeypatch.setattr(rlhf_core.training.define, "fit", run)
+    change_build(with_rewards)
     short.train("grpo", max_training_steps=2)
     assert [each.numbers.tolist() for each in got.values()] == [list(range(8))] * 2
     samples = short.tiny.read_rows(short.directory / "grpo/samples/update-000000.jsonl")

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
-import pluggy
 import pytest
 
 from rlhf_core import LOGGER, Stage, plugins
@@ -29,7 +28,6 @@ from rlhf_core.errors import Stopped
 from rlhf_core.fit.progress import cut_files, metric_files
 from rlhf_core.loggers.console import Console, Pace, clock, number
 from rlhf_core.mesh import make_mesh
-from rlhf_core.plugins import hooks
 from rlhf_core.stage.execute import make_loggers
 
 LOGGERS = plugins.load().registry
@@ -52,10 +50,9 @@ def make_stage(directory: Path, *, is_main: bool = True) -> Stage:
 
 def play(logger: Any, stage: Stage, error: BaseException | None = None) -> None:
     """Send loggers the events of a stage of 40 updates."""
-    manager = pluggy.PluginManager("rlhf")
-    manager.add_hookspecs(hooks)
-    manager.register(logger)
-    hook = manager.hook
+    host = plugins.empty_host()
+    host.pm.register(logger)
+    hook = host.hook
     hook.rlhf_stage_start(stage=stage, config=TrainerConfig())
     (stage.dir / "plan.json").write_text('{"updates": 40, "start": 0}')
     for step in (10, 20):
@@ -241,6 +238,23 @@ def test_tqdm(tmp_path: Path, terminal: Terminal) -> None:
     assert "policy 20/40 |" in text
     assert "loss 0.3466  reward 1.250  12.3k tok/s" in text
     assert "[policy] eval 20  accuracy 0.9800" in text
+
+
+@pytest.mark.parametrize("progress", ["rich", "tqdm"])
+def test_control_characters_of_names_are_shown_and_not_obeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: Any
+) -> None:
+    hostile, safe = "a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff", r"a\x1b]0;owned\x07b\x9b2Jc\rd\u202ee\x7ff"
+    stage = dataclasses.replace(make_stage(tmp_path / hostile), name=hostile + "\ud800")
+    console = Console(progress=progress)
+    console.rlhf_stage_start(stage=stage, config=TrainerConfig())
+    console.rlhf_artifact_saved(artifact=Artifact(hostile, "language_model", stage.dir))
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.count(safe) for line in lines] == [2, 3]
+    assert all(line.startswith(rf"[{safe}\ud800]") for line in lines)
+    assert not [
+        character for character in "\x1b\x9b\x07\u202e\x7f" if any(character in line for line in lines)
+    ]
 
 
 def test_json_is_an_object_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import Gemma3Config, LlavaConfig
 from rlhf_core import load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import define, open_weights, weights
+from rlhf_core.models import define, open_weights
 from tests.shared.decoder_configs import CONFIGS
 from tests.shared.weight_files import config_of, contents, fused
 
@@ -146,9 +146,9 @@ def test_sizes_that_published_files_leave_out(
     assert decoder.config.tied == theirs.tie_word_embeddings
 
 
-def test_shards(llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards(llava: Path, tmp_path: Path, in_shards: Callable[[int], None]) -> None:
     """Files of limited size, whose index lists the tensors that are carried, too."""
-    monkeypatch.setattr(weights, "SHARD_BYTES", 3000)
+    in_shards(3000)
     load_model(llava).save(tmp_path)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = {}

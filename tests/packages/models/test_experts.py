@@ -17,7 +17,6 @@ from rlhf_core.mesh import make_mesh, put_rows
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model, experts, experts_exchange, fresh_model, paths, recording
 from rlhf_core.models.decoder import _parts
-from rlhf_core.models.experts import ACTIVATIONS, expert_product
 from rlhf_core.models.layers import product
 from rlhf_core.objective import trained_logps, trained_weight, with_experts
 from rlhf_core.optimizers import adamw
@@ -174,17 +173,17 @@ def draw(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jnp.asarray(DRAW.normal(size=shape), dtype)
 
 
-@pytest.mark.parametrize("experts", [False, True])
-def test_the_gradient_of_a_kernel_is_float32(experts: bool) -> None:
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_gradient_of_a_kernel_is_float32(grouped: bool) -> None:
     """Against float64, from the same bfloat16 inputs: rounding to bfloat16 would be wrong by up to 2⁻⁹."""
     x, d_y = draw(120, 16), draw(120, 8)
-    kernel = draw(*((3,) if experts else ()), 16, 8, dtype=jnp.float32)
-    parts = np.split(np.arange(120), np.cumsum(COUNTS)[:-1]) if experts else [np.arange(120)]
+    kernel = draw(*((3,) if grouped else ()), 16, 8, dtype=jnp.float32)
+    parts = np.split(np.arange(120), np.cumsum(COUNTS)[:-1]) if grouped else [np.arange(120)]
 
     def compute(x: Any, kernel: Any) -> Any:
         return (
-            expert_product(x, kernel, jnp.asarray(COUNTS))
-            if experts
+            experts.expert_product(x, kernel, jnp.asarray(COUNTS))
+            if grouped
             else product(x, kernel, ("embed", "mlp"))
         )
 
@@ -192,14 +191,14 @@ def test_the_gradient_of_a_kernel_is_float32(experts: bool) -> None:
     d_x, d_kernel = pull(d_y)
     assert (y.dtype, d_x.dtype, d_kernel.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     exact = [np.asarray(a, np.float64) for a in (x, kernel.astype(jnp.bfloat16), d_y)]
-    kernels = exact[1] if experts else exact[1][None]
+    kernels = exact[1] if grouped else exact[1][None]
     expected = [(exact[0][at] @ k, exact[2][at] @ k.T) for at, k in zip(parts, kernels, strict=True)]
     for found, wanted in zip((y, d_x), zip(*expected, strict=True), strict=True):
         np.testing.assert_allclose(
             np.asarray(found, np.float64), np.concatenate(wanted), rtol=0.01, atol=0.02
         )
     wanted = np.stack([exact[0][at].T @ exact[2][at] for at in parts])
-    np.testing.assert_allclose(d_kernel, wanted if experts else wanted[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d_kernel, wanted if grouped else wanted[0], rtol=1e-5, atol=1e-5)
 
 
 def test_the_activation_does_not_cancel() -> None:
@@ -208,14 +207,13 @@ def test_the_activation_does_not_cancel() -> None:
     u, slope = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3), np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2)
     sigmoid = 1 / (1 + np.exp(-2 * u))
     y, d_y = x * sigmoid, sigmoid + 2 * x * sigmoid * (1 - sigmoid) * slope
-    activation = jax.vmap(jax.value_and_grad(ACTIVATIONS["gelu_pytorch_tanh"]))
+    activation = jax.vmap(jax.value_and_grad(experts.ACTIVATIONS["gelu_pytorch_tanh"]))
     found, d_found = activation(jnp.asarray(x, jnp.float32))
     np.testing.assert_allclose(found, y, rtol=1e-5)
     np.testing.assert_allclose(d_found, d_y, rtol=1e-5, atol=2e-7)
 
 
 WEIGHT = 0.7
-ROUTER = ("layers", "mlp", "gate", "kernel")
 
 
 def objective(definition: Any, params: Any, batch: Packed) -> tuple[Mean, Mapping[str, Any]]:

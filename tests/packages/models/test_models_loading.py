@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model, model
+from rlhf_core.models import DECODER, Model, complete_table, find_family, fresh_model, load_model
+from tests.shared.compiled import compilations
 from tests.shared.decoder_configs import defined
 
 TABLE: dict[str, Any] = {
@@ -154,10 +155,11 @@ def test_calls_of_one_shape_are_traced_once() -> None:
     made = fresh_model(TABLE | IDS | {"vocab_size": 29})
     ids = np.ones((2, 5), np.int32)
     made.logits(ids, ids)
-    before = model._logits._cache_size()
-    made.with_params(jax.tree.map(lambda x: x + 1, made.params)).logits(ids, ids)
-    Model(defined(made.hf_config, "lm"), made.params, None, {}, None, made.mesh).logits(ids, ids)
-    assert model._logits._cache_size() == before
+    others = jax.tree.map(lambda x: x + 1, made.params)
+    with compilations() as compiled:
+        made.with_params(others).logits(ids, ids)
+        Model(defined(made.hf_config, "lm"), made.params, None, {}, None, made.mesh).logits(ids, ids)
+    assert compiled == []
 
 
 @pytest.mark.long

@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -20,7 +19,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from rlhf_core.errors import InputError
-from rlhf_core.models import Definition, Model, check_model, fresh_model, load_model, loading, weights
+from rlhf_core.models import Model, check_model, fresh_model, load_model
 from rlhf_core.models.safetensors import BLOCK, DTYPES, copy
 from rlhf_core.training import definition_of
 from tests.shared.decoder_configs import CONFIGS
@@ -39,18 +38,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def copied(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
-
-
-def made(table: Mapping[str, Any], head: Any = "lm") -> Model:
-    """A fresh model with parameters of NumPy: to draw them by JAX is a compilation for every family."""
-    rng = np.random.default_rng(0)
-
-    def draw(definition: Definition, *_: Any) -> Any:
-        shapes = definition.abstract_params()
-        return jax.tree.map(lambda x: rng.normal(0, 0.3, x.shape).astype(np.float32), shapes)
-
-    with mock.patch.object(loading, "complete", draw):
-        return fresh_model(table, head)
 
 
 def assert_same(one: Model, two: Model) -> None:
@@ -78,9 +65,10 @@ def test_a_saved_file_is_a_plain_safetensors_file_in_hugging_face_names(saved: P
         ("qwen2", "score"),
     ],
 )
-def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
+def test_load_save_load_is_exact(tiny: Any, tmp_path: Path, kind: str, head: Any) -> None:
     """Four norms; fused projections; experts by two names; tied embeddings, with both heads. All: the golden files."""
-    first = made(CONFIGS[kind], head)
+    first = tiny.drawn(CONFIGS[kind])
+    first = first if head == "lm" else first.with_head(head)
     first.save(tmp_path / "a")
     second = load_model(tmp_path / "a", head)
     assert_same(first, second)
@@ -90,11 +78,11 @@ def test_load_save_load_is_exact(tmp_path: Path, kind: str, head: Any) -> None:
 
 
 def test_large_models_are_sharded_and_stale_files_go(
-    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_shards: Callable[[int], None]
 ) -> None:
     model, target = load_model(copied), tmp_path / "out"
     model.save(target)
-    monkeypatch.setattr(weights, "SHARD_BYTES", 4000)
+    in_shards(4000)
     model.save(target)
     files = sorted(path.name for path in target.glob("*.safetensors"))
     assert len(files) > 2
@@ -115,9 +103,10 @@ def test_large_models_are_sharded_and_stale_files_go(
 
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_head_that_differs_from_the_embeddings_is_used_although_the_config_ties_it(
-    tmp_path: Path, shards: bool
+    tiny: Any, tmp_path: Path, shards: bool
 ) -> None:
-    made(TABLE).save(tmp_path / "a")
+    untied = tiny.drawn(TABLE)
+    untied.save(tmp_path / "a")
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     (tmp_path / "a" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     tensors = load_file(tmp_path / "a" / "model.safetensors")
@@ -135,7 +124,7 @@ def test_a_head_that_differs_from_the_embeddings_is_used_although_the_config_tie
         (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     with pytest.warns(UserWarning, match=r"lm_head\.weight differs from the embeddings.*loaded untied"):
         model = load_model(tmp_path / "a")
-    assert_same(model, made(TABLE))
+    assert_same(model, untied)
     with pytest.warns(UserWarning, match="loaded untied"):
         definition, _ = definition_of(str(tmp_path / "a"), "lm", None) or pytest.fail("none")
     assert jax.tree.structure(definition.abstract_params()) == jax.tree.structure(model.params)
@@ -148,9 +137,12 @@ def test_a_head_that_differs_from_the_embeddings_is_used_although_the_config_tie
     assert reward.hf_config["tie_word_embeddings"] is False
 
 
-def test_a_tied_head_and_tables_that_the_config_determines_are_read_over_in_silence(tmp_path: Path) -> None:
+def test_a_tied_head_and_tables_that_the_config_determines_are_read_over_in_silence(
+    tiny: Any, tmp_path: Path
+) -> None:
     table = TABLE | {"tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    made(table).save(tmp_path)
+    made = tiny.drawn(table)
+    made.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     embeddings = tensors["model.embed_tokens.weight"]
     unread = {"lm_head.weight": embeddings.copy()}
@@ -158,8 +150,7 @@ def test_a_tied_head_and_tables_that_the_config_determines_are_read_over_in_sile
     (tmp_path / "model.safetensors").unlink()
     save_file(tensors | unread, tmp_path / "model.safetensors")
     assert "lm_head" not in load_model(tmp_path).params
-    reward = made(table, "score")
-    reward.save(tmp_path)
+    made.with_head("score").save(tmp_path)
     of_reward = load_file(tmp_path / "model.safetensors")
     save_file(of_reward | {"lm_head.weight": embeddings.copy()}, tmp_path / "model.safetensors")
     with pytest.warns(UserWarning, match=r"'lm_head\.weight' is not used: this is a reward model"):
@@ -178,33 +169,20 @@ def bits(dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_transposed_matrix(dtype: Any, shape: tuple[int, int]) -> None:
-    stored = bits(dtype, shape[::-1])
-    out = np.full(shape, 7, np.float32)
-    copy(stored.T, out)
-    np.testing.assert_array_equal(
-        out.view(np.uint32), np.ascontiguousarray(stored.astype(np.float32).T).view(np.uint32)
-    )
-
-
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-def test_a_part_of_one_into_a_part_of_another(dtype: Any) -> None:
-    """As a device reads its shard."""
-    stored, out = bits(dtype, (70, 50)), np.full((3, 31, 45), 7, np.float32)
-    copy(stored.T[11:42, 20:65], out[1])
-    expected = stored.astype(np.float32).T[11:42, 20:65]
-    np.testing.assert_array_equal(out[1].view(np.uint32), np.ascontiguousarray(expected).view(np.uint32))
-    assert (out[[0, 2]] == 7).all()
-
-
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-@pytest.mark.parametrize("shape", [(9,), (6, 4)])
-def test_arrays_are_copied_as_stored(dtype: Any, shape: tuple[int, ...]) -> None:
-    stored = bits(dtype, shape)
-    out = np.full(shape, 7, np.float32)
-    copy(stored, out)
-    np.testing.assert_array_equal(out.view(np.uint32), stored.astype(np.float32).view(np.uint32))
+def test_numbers_are_copied_as_float32_to_the_bit(dtype: Any) -> None:
+    """As stored; transposed, which goes by blocks; and a part into a part, as a device reads its shard."""
+    stored = bits(dtype, (70, 50))
+    whole = np.full((3, 31, 45), 7, np.float32)
+    copies = [
+        *((bits(dtype, shape), np.full(shape, 7, np.float32)) for shape in ((9,), (6, 4))),
+        *((bits(dtype, shape[::-1]).T, np.full(shape, 7, np.float32)) for shape in SHAPES),
+        (stored.T[11:42, 20:65], whole[1]),
+    ]
+    for source, out in copies:
+        copy(source, out)
+        expected = np.ascontiguousarray(source.astype(np.float32))
+        np.testing.assert_array_equal(out.view(np.uint32), expected.view(np.uint32), err_msg=str(out.shape))
+    assert (whole[[0, 2]] == 7).all()
 
 
 def entry(begin: Any, end: Any, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from rlhf_core import artifacts, load_model
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import Model, fresh_model, join, paths, split, weights
+from rlhf_core.models import Model, fresh_model, join, open_weights, paths, split
 from rlhf_core.models.quantized import NF4, dequantize, quantize, scale_values
 from rlhf_core.state import fixed_parameters
 from tests.shared import samplers
@@ -229,7 +229,7 @@ def directory(tmp_path: Path) -> Path:
 
 def replaced(directory: Path, tensors: dict[str, np.ndarray], method: dict[str, Any]) -> None:
     """Put other tensors in the place of `up_proj`."""
-    readers = weights.open_weights(directory)
+    readers = open_weights(directory)
     others = {
         name: np.array(reader.view(name)) for name, reader in readers.items() if not name.startswith(UP)
     }

@@ -181,25 +181,6 @@ def test_trees_that_fit_no_row_are_split_between_groups(layout, group, sizes):
     assert [int((batch.last >= 0).sum()) for batch in packed] == sizes
 
 
-def test_packing_ignores_the_order_of_names_and_is_repeatable():
-    trees = random_trees(0, 20)
-    turned = [
-        t._replace(
-            token_values=dict(reversed(t.token_values.items())),
-            sequence_values={"z": np.zeros(len(t.branches), np.float32), **t.sequence_values},
-        )
-        for t in trees
-    ]
-    a = pack(trees, LAYOUT, token_names=["old"], sequence_names=["advantage"])
-    b = pack(turned, LAYOUT, token_names=["old"], sequence_names=["advantage"])
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        for left, right in zip(x.rows, y.rows, strict=True):
-            np.testing.assert_array_equal(left, right)
-        np.testing.assert_array_equal(x.trained, y.trained)
-        np.testing.assert_array_equal(x.token_values["old"], y.token_values["old"])
-
-
 def test_a_class_without_trees_gives_no_micro_batch():
     assert pack([], LAYOUT) == []
     packed = pack([Tree(ints(), (np.arange(1, 40, dtype=np.int32),))], LAYOUT)

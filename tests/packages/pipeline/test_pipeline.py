@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from rlhf_core.errors import InputError, RunError, Stopped
+from rlhf_core.errors import InputError, RunError
 from rlhf_core.stage.record import StageRecord
 from tests.shared import pipelines
 
@@ -80,18 +80,6 @@ def test_a_changed_stage_is_refused_before_anything_runs(pipeline: Path, fake: M
     with pytest.raises(InputError, match=r"stage 'base'.train_data: .*contents differ"):
         go(pipeline, fake, moved)
     assert fake.EVENTS == []
-
-
-@pytest.mark.parametrize(
-    ("fail", "error"),
-    [("stopped", Stopped), ("empty", RunError)],  # which lacks an output that it declares
-)
-def test_an_error_is_raised_after_the_last_event(
-    pipeline: Path, fake: ModuleType, fail: str, error: Any
-) -> None:
-    with pytest.raises(error):
-        go(pipeline, fake, f"base.fail={fail}")
-    assert fake.EVENTS[-1] == ("end", error.__name__)
 
 
 def test_the_same_artifact_made_by_other_versions_is_the_same(pipeline: Path, fake: ModuleType) -> None:

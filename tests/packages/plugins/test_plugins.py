@@ -301,41 +301,6 @@ def test_a_wrong_entry_point_is_a_warning(losses: World, text: str, cause: str) 
         host.registry.get(REWARD, "r")
 
 
-def test_a_component_that_cannot_be_imported_is_an_error_where_it_is_asked_for(world: World) -> None:
-    world.install_points("rlhf-gone", points("rlhf.policy_loss", "gone = made_up_gone.losses:Gone"))
-    host, infos, said = world.load()
-    assert (infos["gone"].state, said) == ("loaded", [])
-    with pytest.raises(
-        InputError, match=r"policy loss 'gone' \(from rlhf-gone 1\.0\) failed to load: it .*made_up_gone"
-    ):
-        host.registry.get(POLICY_LOSS, "gone")
-
-
-def test_two_distributions_of_one_component(losses: World) -> None:
-    for distribution in ("rlhf-a", "rlhf-b"):
-        same = points(
-            "rlhf.policy_loss", "same = made_up_losses:loss", f"{distribution} = made_up_losses:loss"
-        )
-        losses.install_points(distribution, same)
-    host, infos, said = losses.load()
-    assert (infos["a"].state, infos["b"].state) == ("loaded", "failed")
-    assert "policy loss 'same' is registered twice" in said[0]
-    assert "by rlhf-a 1.0, and made_up_losses.loss by rlhf-b 1.0" in said[0]
-    with pytest.raises(InputError, match="registered twice"):
-        host.registry.get(POLICY_LOSS, "same")
-    assert host.registry.names(POLICY_LOSS) == ["rlhf-a", "same"]
-
-
-@pytest.mark.parametrize("name", ["one", "rlhf-one", "RLHF_One"])
-def test_components_are_disabled_with_their_distribution(
-    losses: World, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    losses.install_points("rlhf-one", points("rlhf.policy_loss", "first = made_up_losses:loss"))
-    monkeypatch.setenv("RLHF_DISABLE_PLUGINS", name)
-    host, infos, said = losses.load()
-    assert (infos["one"].state, said, host.registry.names(POLICY_LOSS)) == ("disabled", [], [])
-
-
 def test_the_pin_of_components(losses: World) -> None:
     first = points("rlhf.policy_loss", "first = made_up_losses:loss")
     losses.install_points("rlhf-one", first, requires="rlhf-core>=0.2")

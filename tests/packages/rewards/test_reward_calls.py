@@ -17,7 +17,6 @@ from rlhf_core import REWARD, Registry, RewardInputs
 from rlhf_core.errors import InputError, RunError
 from rlhf_core.plugins import load_file
 from rlhf_core.rollouts import Reward, WeightedReward, logged_metrics, open_rewards, score, set_up
-from rlhf_core.workers.pool import close as close_workers
 
 INPUTS = RewardInputs(["a"] * 3, ["x y", "x", ""], [[5, 6, 1], [5, 1], [1]], {})
 SOON = 0.2  # timeout in seconds of the slow functions below
@@ -99,12 +98,11 @@ def fails(completions):
 
 
 @pytest.fixture(scope="module")
-def mine(tmp_path_factory):
+def mine(tmp_path_factory, close_workers):
     """Load a file of reward functions, like a user's."""
     file = tmp_path_factory.mktemp("rewards") / "mine.py"
     file.write_text(FUNCTIONS)
-    yield load_file(file)
-    close_workers()
+    return load_file(file)
 
 
 def ones(completions):
@@ -176,7 +174,7 @@ async def late_to_end(completions):
         await asyncio.sleep(30)
 
 
-def test_an_asynchronous_function_that_awaits_again_when_cancelled_is_left_behind():
+def test_an_asynchronous_function_that_awaits_again_when_cancelled_is_left_behind(close_workers):
     begin = time.perf_counter()
     stuck = Reward("stuck", 1.0, late_to_end, timeout=0.1, on_error="skip")
     with pytest.warns(UserWarning, match=r"'stuck' took longer than its timeout of 0\.1 s"):
@@ -315,7 +313,7 @@ def test_the_config_says_timeout_and_policy_where_a_function_can_have_them():
         made(name="mesh", timeout=1.0)
 
 
-def test_clients_and_locks_made_in_one_call_work_in_the_next():
+def test_clients_and_locks_made_in_one_call_work_in_the_next(close_workers):
     made = {}
 
     async def judge(completions):
@@ -507,7 +505,7 @@ class Asks:
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-def test_an_asynchronous_object_is_set_up_where_it_is_called(is_main):
+def test_an_asynchronous_object_is_set_up_where_it_is_called(is_main, close_workers):
     """On no mesh: it may have a timeout, and only the first process opens what it waits for."""
     registry = Registry()
     registry.add(REWARD, "asks", Asks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from rlhf_core import Registry, RewardInputs, data, plugins
 from rlhf_core.contracts import Forecast
 from rlhf_core.errors import InputError
 from rlhf_core.rollouts import Reward, WeightedReward, forecast_rewards, open_rewards, score, set_up
-from rlhf_core.workers.pool import close as close_workers
 
 STAGE: Any = SimpleNamespace(name="policy", mesh=None, is_main=True)
 FUNCTIONS = """
@@ -44,7 +44,7 @@ def registry() -> Registry:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Any:
+def mine(tmp_path: Path, close_workers: Callable[[], None]) -> Any:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     yield tmp_path / "mine.py"
     close_workers()

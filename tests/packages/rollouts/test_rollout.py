@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_core import data
+from rlhf_core import Stage, data
 from rlhf_core.contracts import RewardInputs
 from rlhf_core.environments import Episode, TurnRecord
 from rlhf_core.metrics import Mean
 from rlhf_core.rollouts import Reward, Rollout, RolloutUpdates
 from rlhf_core.rollouts.rollout import Conversations, Timing, completion_lines
-from rlhf_core.runtime.terminal import escape_control
 from rlhf_core.sampling import Rollouts
 from tests.shared import collectors
 
@@ -450,11 +449,13 @@ def test_printed_completions_are_evenly_spread_with_their_rewards_and_roles():
     assert several.splitlines()[2:] == [f"  │ assistant: {[call]}", "  │ tool: 3"]
 
 
-def test_no_line_of_a_completion_can_pass_for_another_and_none_drives_the_terminal():
+def test_no_line_of_a_completion_can_pass_for_another_and_none_drives_the_terminal(tmp_path, capsys):
     evil = "\x1b[2Jok\r[policy] done\n[policy] saved model\u2028x\n\n"
-    text = escape_control(shown(of(["a" * 300], [evil + "b" * 2000], [[1]]), ["r"], 1)[0])
+    stage = Stage("policy", tmp_path, 0, None, True, None, None)
+    stage.say(*shown(of(["a" * 300], [evil + "b" * 2000], [[1]]), ["r"], 1))
+    text = capsys.readouterr().err.removesuffix("\n")
     first, prompt, *lines = text.split("\n")
-    assert first.startswith("completion 1 of 1")
+    assert first.startswith("[policy] completion 1 of 1")
     assert prompt == "  after …" + "a" * 199
     assert all(line.startswith("  │ ") for line in lines)
     assert "\x1b" not in text

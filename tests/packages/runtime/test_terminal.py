@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from rlhf_core.loggers.console import Pace, PlainView, TqdmView
 from rlhf_core.runtime import terminal
 
 WORDS = "three words here and many more that follow them " * 8
@@ -65,17 +64,6 @@ def test_tables_and_lists_show_them() -> None:
     for forbidden in ("\x1b]0", "\x07", "\x9b", "\u202e", "\x7f"):
         assert forbidden not in out.getvalue()
     assert "\x1b" not in terminal.indented_list(HOSTILE, [HOSTILE])
-
-
-@pytest.mark.parametrize("view", [PlainView, TqdmView])
-def test_views_show_them(view: type[PlainView], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = view(HOSTILE, Pace(tmp_path / "plan.json", ()))
-    shown.start(HOSTILE)
-    shown.saved(HOSTILE, "kind", HOSTILE)
-    err = capsys.readouterr().err
-    assert SAFE in err
-    assert "\x1b" not in err
-    assert "\x9b" not in err
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,9 @@ OPTIONS = SamplingOptions(max_completion_length=12, repetition_penalty=1.2, top_
 
 
 def make_sampler(
-    slots: int, monkeypatch: pytest.MonkeyPatch, options: SamplingOptions = OPTIONS, mesh: Any = None
+    slots: int, in_slots: Callable[..., None], options: SamplingOptions = OPTIONS, mesh: Any = None
 ) -> ConversationSampler:
-    monkeypatch.setitem(placement.SLOTS, "cpu", slots)
+    in_slots(slots)
     lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
     return ConversationSampler(
         samplers.inputs(DEFINITION, mesh, options=options, prompts_per_call=COUNT, **lengths)
@@ -52,40 +53,40 @@ def make_world(seed: int | None = None, **options: Any) -> Any:
     return worlds.MadeUp(VOCAB, added=24, replaces=0.1, seed=seed, **options)
 
 
-def told(slots: int, params: Any, seed: int | None, monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Any]]:
+def told(slots: int, params: Any, seed: int | None, in_slots: Callable[..., None]) -> dict[int, list[Any]]:
     world = make_world(seed)
-    make_sampler(slots, monkeypatch).converse(params, make_prompts(), KEY, np.arange(COUNT), world)
+    make_sampler(slots, in_slots).converse(params, make_prompts(), KEY, np.arange(COUNT), world)
     said: dict[int, list[Any]] = world.said
     return said
 
 
 @pytest.mark.parametrize(("slots", "few"), [(9, 3), pytest.param(8, 1, marks=pytest.mark.long)])
 def test_neither_slots_nor_neighbours_nor_the_order_of_replies_change_a_bit(
-    slots: int, few: int, params: Any, monkeypatch: pytest.MonkeyPatch
+    slots: int, few: int, params: Any, in_slots: Callable[..., None]
 ) -> None:
     """Kept caches: in fewer slots and with one for each; worlds that answer in any order and late; conversations alone
     and in another order, in which those of a group are no neighbours, so that each computes its prompt.
     """
-    expected = told(COUNT, params, None, monkeypatch)
+    expected = told(COUNT, params, None, in_slots)
     assert sum(map(len, expected.values())) > 2 * COUNT
     for count, seed in ((slots, None), (COUNT, 1), (COUNT, 2)):
-        worlds.assert_same(told(count, params, seed, monkeypatch), expected, bits=True)
+        worlds.assert_same(told(count, params, seed, in_slots), expected, bits=True)
     # XLA on a CPU computes exponentials of arrays of fewer rows than 8 by other code.
-    worlds.assert_same(told(few, params, None, monkeypatch), expected, atol=2e-5)
+    worlds.assert_same(told(few, params, None, in_slots), expected, atol=2e-5)
     prompts, ids = make_prompts(), np.arange(COUNT)
     order = np.random.default_rng(0).permutation(COUNT)
     world = make_world()
-    make_sampler(COUNT, monkeypatch).converse(params, [prompts[i] for i in order], KEY, ids[order], world)
+    make_sampler(COUNT, in_slots).converse(params, [prompts[i] for i in order], KEY, ids[order], world)
     worlds.assert_same({i: world.said[row] for row, i in enumerate(order)}, expected, bits=True)
     for number in (0, 9):
         world = make_world()
         alone = [prompts[number]] * COUNT, KEY, np.array([number, *range(50, 49 + COUNT)])
-        make_sampler(COUNT, monkeypatch).converse(params, *alone, world)
+        make_sampler(COUNT, in_slots).converse(params, *alone, world)
         worlds.assert_same({number: world.said[0]}, {number: expected[number]}, bits=True)
 
 
 def test_a_slot_is_never_idle_while_a_conversation_waits(
-    params: Any, monkeypatch: pytest.MonkeyPatch
+    params: Any, in_slots: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running: list[tuple[int, int]] = []
     begin = Schedule._begin_turns
@@ -98,7 +99,7 @@ def test_a_slot_is_never_idle_while_a_conversation_waits(
     for seed in (None, 7):
         running.clear()
         world = make_world(seed)
-        make_sampler(3, monkeypatch).converse(params, make_prompts(), KEY, None, world)
+        make_sampler(3, in_slots).converse(params, make_prompts(), KEY, None, world)
         assert len(running) > 10
         assert {active for active, waiting in running if waiting} == {3}
 
@@ -107,13 +108,13 @@ def test_a_slot_is_never_idle_while_a_conversation_waits(
     "axes", [{"data": 1}, pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.long)], ids=str
 )
 def test_nothing_compiles_after_warm_up(
-    axes: dict[str, int], params: Any, monkeypatch: pytest.MonkeyPatch
+    axes: dict[str, int], params: Any, in_slots: Callable[..., None]
 ) -> None:
     mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(axes.values())])
     params = jax.device_put(params, DEFINITION.shardings(mesh))
-    make_sampler(3, monkeypatch, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
+    make_sampler(3, in_slots, mesh=mesh).converse(params, make_prompts()[:1], KEY, None, make_world())
     options = OPTIONS.model_copy(update={"temperature": 0.83})
-    sampler = make_sampler(5, monkeypatch, options, mesh)
+    sampler = make_sampler(5, in_slots, options, mesh)
     with compilations() as compiled:
         sampler.warm_up(params, [5, LONGEST_PROMPT])
         sampler._ahead.wait_for_all()
@@ -125,9 +126,9 @@ def test_nothing_compiles_after_warm_up(
 
 @pytest.mark.parametrize("axes", [{"data": 1}, {"fsdp": 4, "tensor": 2}], ids=str)
 def test_the_programs_of_a_check_are_those_that_are_compiled(
-    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    axes: dict[str, int], in_slots: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(placement.SLOTS, "cpu", 4)
+    in_slots(4)
     mesh = make_mesh(**axes, devices=jax.devices()[: 8 if len(axes) > 1 else 1])
     lengths = {"max_prompt_length": LONGEST_PROMPT, "conversation_length": FOLLOWING}
     counts = {"num_generations": 5, "prompts_per_call": 2}
@@ -227,9 +228,9 @@ def test_free_slots_are_dealt_out_evenly_and_neighbours_stay_together() -> None:
 
 
 def test_a_turn_whose_logits_are_not_finite_is_an_error_that_names_what_it_continued(
-    params: Any, monkeypatch: pytest.MonkeyPatch
+    params: Any, in_slots: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = make_sampler(2, monkeypatch)
+    sampler = make_sampler(2, in_slots)
 
     class Overflows:
         looks_ahead = False

@@ -17,7 +17,7 @@ from rlhf_core.contracts import Continuation
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Decoder, Definition
-from rlhf_core.sampling import Sampler, converse_by_turns, make_sampler, placement
+from rlhf_core.sampling import Sampler, converse_by_turns, make_sampler
 from rlhf_core.sampling.devices import Devices
 from tests.shared import samplers, worlds
 from tests.shared.decoder_configs import defined
@@ -48,7 +48,9 @@ IDS = np.arange(50, 50 + len(PROMPTS))
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]:
+def hold(
+    in_slots: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., dict[int, list[Any]]]:
     """Hold the conversations of PROMPTS, and return what the world was told."""
 
     def run(
@@ -65,7 +67,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, list[Any]]]
         stop_ids: tuple[int, ...] = (3,),
         **options: Any,
     ) -> dict[int, list[Any]]:
-        monkeypatch.setitem(placement.SLOTS, "cpu", slots)
+        in_slots(slots)
         definition, world = define(name, **changes or {}), world or worlds.MadeUp(VOCAB)
         mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
         longest = LONGEST_PROMPT + FOLLOWING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,16 +13,16 @@ import pytest
 from rlhf_core import Rollouts
 from rlhf_core.contracts import SamplerInputs
 from rlhf_core.mesh import make_mesh
-from rlhf_core.models import experts, fresh_model
+from rlhf_core.models import fresh_model, recording
 from rlhf_core.objective import trained_logps
 from rlhf_core.packing import Layout, Tree, pack
 from rlhf_core.sampling import Sampler, SamplingOptions
 from tests.shared.mesh_cases import FAMILIES
 
 
-def test_a_trainer_replays_the_experts_of_a_sampler(monkeypatch: Any) -> None:
+def test_a_trainer_replays_the_experts_of_a_sampler(in_slots: Callable[..., None]) -> None:
     """Slots are fewer than sequences, so that these begin at different steps."""
-    monkeypatch.setattr("rlhf_core.sampling.placement.SLOTS", {"cpu": 4})
+    in_slots(4)
     model = fresh_model(FAMILIES["mixtral"], seed=3, mesh=make_mesh(devices=jax.devices()[:1]))
     definition, draw = model.definition, np.random.default_rng(0)
     prompts = [draw.integers(3, 36, n).astype(np.int32) for n in (4, 7, 5)]
@@ -58,9 +59,7 @@ def test_a_trainer_replays_the_experts_of_a_sampler(monkeypatch: Any) -> None:
 
     @jax.jit
     def read(params: Any, batch: Any) -> Any:
-        with experts.recording(
-            [definition], jnp.asarray(batch.rows.visible_until) > 0, batch.routes
-        ) as recorder:
+        with recording([definition], jnp.asarray(batch.rows.visible_until) > 0, batch.routes) as recorder:
             logps, _ = trained_logps(definition, params, batch)
         return logps, recorder.found[0][1].replayed
 

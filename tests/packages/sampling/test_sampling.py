@@ -15,8 +15,9 @@ from rlhf_core import SAMPLER, plugins
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
 from rlhf_core.models import Definition
-from rlhf_core.sampling import Rollouts, Sampler, bucket, loop
+from rlhf_core.sampling import Rollouts, Sampler, bucket
 from tests.shared import samplers
+from tests.shared.compiled import compilations
 from tests.shared.decoder_configs import defined
 
 VOCAB, NEW = samplers.VOCAB, 12
@@ -203,16 +204,16 @@ def test_a_prompt_is_computed_once_and_decoding_stops_with_the_last_sequence() -
 def test_nothing_compiles_after_the_first_call_of_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = make_sampler()
     sampler(model()[1], make_prompts(3), jax.random.key(0))
-    programs = loop.generate._cache_size()
     fetched = []
     get = jax.device_get
     monkeypatch.setattr(jax, "device_get", lambda x: fetched.append(1) or get(x))
-    sampler(model()[1], make_prompts(32, 1, 8, 9, 2), jax.random.key(1), np.arange(100, 105))
-    make_sampler()(model()[1], make_prompts(8), jax.random.key(2))
-    assert loop.generate._cache_size() == programs
-    assert len(fetched) == 3
-    sampler(model()[1], make_prompts(34), jax.random.key(1))
-    assert loop.generate._cache_size() == programs + 1
+    with compilations() as compiled:
+        sampler(model()[1], make_prompts(32, 1, 8, 9, 2), jax.random.key(1), np.arange(100, 105))
+        make_sampler()(model()[1], make_prompts(8), jax.random.key(2))
+        assert compiled == []
+        assert len(fetched) == 3
+        sampler(model()[1], make_prompts(34), jax.random.key(1))
+        assert len(compiled) == 1
 
 
 def test_prompts_that_do_not_fit_are_refused_by_number() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +17,7 @@ import pytest
 
 from rlhf_core.errors import InputError
 from rlhf_core.mesh import make_mesh
-from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop, most_steps, placement
-from rlhf_core.sampling.loop import Written, read_completions
+from rlhf_core.sampling import Rollouts, Sampler, SamplingOptions, loop, most_steps
 from tests.shared import samplers
 from tests.shared.compiled import compilations
 
@@ -190,7 +190,7 @@ LONGEST, GROUP, ALL = 24, 3, 1000
 
 def ask(
     model: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    in_slots: Callable[..., None],
     slots: int,
     *,
     last: int = ALL,
@@ -198,8 +198,7 @@ def ask(
     **options: Any,
 ) -> Rollouts:
     """Nine prompts, three completions each."""
-    monkeypatch.setitem(placement.SLOTS, "cpu", slots)
-    monkeypatch.setattr("rlhf_core.sampling.sampler.LAST_SLOTS", last)
+    in_slots(slots, last)
     rng = np.random.default_rng(0)
     words = len(model.tokenizer)
     prompts = [rng.integers(3, words, n).astype(np.int32) for n in (1, 5, 33, 2, 17, 40, 8, 3, 11)]
@@ -227,35 +226,37 @@ OF_SLOTS: dict[str, dict[str, Any]] = {
     ids=str,
 )
 def test_the_number_of_slots_changes_nothing(
-    options: str, cases: tuple[tuple[int, int], ...], model: Any, monkeypatch: pytest.MonkeyPatch
+    options: str, cases: tuple[tuple[int, int], ...], model: Any, in_slots: Callable[..., None]
 ) -> None:
-    expected = ask(model, monkeypatch, ALL, **OF_SLOTS[options])
+    expected = ask(model, in_slots, ALL, **OF_SLOTS[options])
     assert len(set(expected.lengths.tolist())) > 5
     assert 0 < expected.finished.sum() < len(expected.finished)
     for slots, last in cases:
-        samplers.assert_same(ask(model, monkeypatch, slots, last=last, **OF_SLOTS[options]), expected)
+        samplers.assert_same(ask(model, in_slots, slots, last=last, **OF_SLOTS[options]), expected)
 
 
 @pytest.mark.long
-def test_nor_does_a_mesh(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nor_does_a_mesh(model: Any, in_slots: Callable[..., None]) -> None:
     """Nine prompts on four shards of rows: three wait in each, those of one shard for one prompt that is not there."""
-    expected = ask(model, monkeypatch, ALL, **OF_SLOTS["strings"])
+    expected = ask(model, in_slots, ALL, **OF_SLOTS["strings"])
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     for slots, last in ((2, ALL), (4, 1)):
-        found = ask(model, monkeypatch, slots, last=last, mesh=mesh, **OF_SLOTS["strings"])
+        found = ask(model, in_slots, slots, last=last, mesh=mesh, **OF_SLOTS["strings"])
         samplers.assert_same(found, expected)
 
 
-def test_a_free_slot_is_reused_immediately(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_slot_is_reused_immediately(
+    model: Any, in_slots: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps are those of a queue in Python, and stay below what is set aside for them."""
     slots = 4
-    written: list[Written] = []
+    written: list[loop.Written] = []
     monkeypatch.setattr(
         "rlhf_core.sampling.sampler.read_completions",
-        lambda *results: written.append(results[0]) or read_completions(*results),
+        lambda *results: written.append(results[0]) or loop.read_completions(*results),
     )
-    lengths = ask(model, monkeypatch, ALL, **OF_SLOTS["strings"]).lengths
-    ask(model, monkeypatch, slots, **OF_SLOTS["strings"])
+    lengths = ask(model, in_slots, ALL, **OF_SLOTS["strings"]).lengths
+    ask(model, in_slots, slots, **OF_SLOTS["strings"])
     order = np.argsort([1, 5, 33, 2, 17, 40, 8, 3, 11], kind="stable")
     busy = [0] * slots
     for each in lengths.reshape(-1, GROUP)[order].reshape(-1):

@@ -14,7 +14,6 @@ import pytest
 
 from rlhf_core import artifacts, data
 from rlhf_core.config import TrainerConfig
-from rlhf_core.data import cache
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.scoring import Scorer, ScoringContract
@@ -88,35 +87,6 @@ def test_variables_reach_every_door(where: str, tiny: Any, monkeypatch: pytest.M
     monkeypatch.setattr(Scorer, "score_ids", lambda self, ids, group: read.extend(ids) or np.zeros(len(ids)))
     scorer.score_completions([PROMPT], [REPLY], None, None if column is None else [column])
     assert read[0].tolist() == whole
-
-
-def test_tokens_of_other_options_are_not_taken_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RLHF_CACHE", str(tmp_path))
-    monkeypatch.setattr(cache, "SMALL", 1)
-    rows = [{"prompt": PROMPT, "chosen": REPLY, "rejected": [chat.assistant("b")]}]
-    named = {"default": chat.CHATML, "tool_use": chat.TOOLS}
-    ways: list[tuple[Any, TextOptions]] = [
-        (chat.CHATML, TextOptions()),
-        (chat.CHATML, TextOptions(chat_template_kwargs={"x": 1})),
-        (chat.CHATML, TextOptions(read_at="template")),
-        (chat.CHATML, TextOptions(prompt_repeated=True)),
-        (chat.CHATML, TextOptions(system_prompt="ab ba")),
-        (named, TextOptions()),
-        ({**named, "tool_use": chat.CHATML}, TextOptions()),
-        (DATED, TextOptions(template_date="2026-01-30")),
-        (DATED, TextOptions(template_date="2026-01-31")),
-    ]
-    for count, (template, options) in enumerate(ways, 1):
-        for _ in range(2):
-            data.encode_pairs(
-                data.load(rows), tokenizer_with(template), max_length=None, chat_template=options
-            )
-        assert len(list((tmp_path / "tokens").iterdir())) == count
-    undated = TextOptions(template_date="2026-01-31")  # only dated templates depend on it
-    data.encode_pairs(data.load(rows), tokenizer_with(chat.CHATML), max_length=None, chat_template=undated)
-    assert len(list((tmp_path / "tokens").iterdir())) == len(ways)
 
 
 def test_the_date_is_that_of_the_options_which_a_run_keeps(tmp_path: Path) -> None:

@@ -1,18 +1,16 @@
-"""One rule for training, scoring and rollouts; templates; clear errors."""
+"""What a tokenizer brings beside its ids: templates, special tokens, a hash; where it comes from."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rlhf_core.errors import InputError
 from rlhf_core.tokenizer import (
-    Encoder,
     ids_without_token,
     load_tokenizer,
     special_ids,
@@ -21,20 +19,10 @@ from rlhf_core.tokenizer import (
     tokenizer_hash,
 )
 
-CHAT = [
-    {"role": "user", "content": "ab"},
-    {"role": "assistant", "content": "ba"},
-    {"role": "user", "content": "aab"},
-    {"role": "assistant", "content": "b"},
-]
 CHATML = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] + '</s>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\\n' }}{% endif %}"
 )
-
-
-def encode_full(tokenizer, prompt, completion, *, chat_template=None):
-    return Encoder(tokenizer, chat_template).whole([prompt], [completion])[0]
 
 
 def small_tokenizer(*, bos=False, eos=False, template=None):
@@ -51,77 +39,6 @@ def small_tokenizer(*, bos=False, eos=False, template=None):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = template
     return tokenizer
-
-
-def test_text_is_tokenised_as_one_string_and_ends_with_eos():
-    tokenizer = small_tokenizer(bos=True)
-    ids = encode_full(tokenizer, "xa", "b")
-    assert ids.dtype == np.int32
-    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<s>", "x", "ab", "</s>"]  # the merge crosses
-    assert tokenizer.convert_ids_to_tokens(Encoder(tokenizer).prompts(["xa"])[0].tolist()) == [
-        "<s>",
-        "x",
-        "a",
-    ]
-
-
-def test_eos_is_added_once():
-    tokenizer = small_tokenizer()
-    once = encode_full(tokenizer, "x", "y").tolist()
-    assert encode_full(tokenizer, "x", "y</s>").tolist() == once
-    assert encode_full(small_tokenizer(eos=True), "x", "y").tolist() == once
-
-
-def test_prompts_are_open():
-    """Prompts do not end with EOS, even if the tokenizer appends it to every text."""
-    assert 1 not in Encoder(small_tokenizer(eos=True)).prompts(["x"])[0].tolist()
-    assert Encoder(small_tokenizer(bos=True)).prompts([""])[0].tolist() == [0]
-
-
-def test_pairs_are_the_same_as_single_sequences():
-    tokenizer = small_tokenizer(bos=True)
-    chosen, rejected = Encoder(tokenizer).whole(["xa", "xa"], ["b", "a"])
-    assert chosen.tolist() == encode_full(tokenizer, "xa", "b").tolist()
-    assert rejected.tolist() == encode_full(tokenizer, "xa", "a").tolist()
-
-
-def test_chat_template_of_the_tokenizer():
-    tokenizer = small_tokenizer(bos=True, template=CHATML)
-    text = "<s>user\nab</s>\n<s>assistant\nba</s>\n<s>user\naab</s>\n<s>assistant\n"
-    assert tokenizer.decode(Encoder(tokenizer).prompts([CHAT[:3]])[0]) == text  # and no second <s>
-    # The template's text after the last EOS is never sampled, so it is neither trained on nor scored.
-    assert tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:])) == text + "b</s>"
-    assert encode_full(tokenizer, CHAT[:3], "b").tolist() == encode_full(tokenizer, None, CHAT).tolist()
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_plain_template(bos):
-    tokenizer = small_tokenizer(bos=bos)
-    start = "<s>" * bos + "user:\nab\n\nassistant:\nba</s>\n\nuser:\naab\n\nassistant:\n"
-    assert tokenizer.decode(Encoder(tokenizer, "plain").prompts([CHAT[:3]])[0]) == start
-    assert (
-        tokenizer.decode(encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template="plain")) == start + "b</s>"
-    )
-
-
-def test_prompt_and_sampled_tokens_give_the_trained_sequence():
-    """Unless a merge crosses the boundary, scoring a rollout's text uses exactly the rollout's ids."""
-    for template in ("plain", CHATML):
-        tokenizer = small_tokenizer(template=CHATML)
-        prompt = Encoder(tokenizer, template).prompts([CHAT[:3]])[0]
-        whole = encode_full(tokenizer, CHAT[:3], CHAT[3:], chat_template=template)
-        assert whole[: len(prompt)].tolist() == prompt.tolist()
-        assert tokenizer.decode(whole[len(prompt) :]) == "b</s>"
-
-
-def test_generation_marks_say_what_the_assistant_wrote():
-    encoder = Encoder(small_tokenizer(bos=True), "plain")
-    assert encoder.chat.marks()
-    ids, written = encoder.marked(CHAT)
-    assert ids.tolist() == encoder.whole([None], [CHAT])[0].tolist()
-    assert written.dtype == bool
-    assert encoder.tokenizer.decode(ids[written]) == "ba</s>b</s>"
-    assert not Encoder(small_tokenizer(template=CHATML)).chat.marks()
 
 
 def test_a_template_may_come_from_a_file(tmp_path):

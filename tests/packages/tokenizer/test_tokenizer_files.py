@@ -7,15 +7,15 @@ import copy
 import io
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from rlhf_core import cli, data
+from rlhf_core import data
 from rlhf_core.errors import InputError
 from rlhf_core.models import load_model
 from rlhf_core.tokenizer import Encoder, load_tokenizer, special_ids, template_hash, tokenizer_hash
@@ -54,7 +54,12 @@ def edit(path: Path, change: Callable[[Any], Any]) -> None:
 @pytest.mark.parametrize("model_type", ["llama", "evil"])
 @pytest.mark.parametrize("fast", [True, False])
 def test_code_beside_a_tokenizer_is_never_run(
-    fast: bool, model_type: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fast: bool,
+    model_type: str,
+    tiny: Any,
+    tmp_path: Path,
+    rlhf: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path, marker = tmp_path / "model", tmp_path / "was_run"
     model = tiny.make_model("lm")
@@ -79,8 +84,8 @@ def test_code_beside_a_tokenizer_is_never_run(
     )
     wrong = model_type == "evil"
     for door in doors if wrong else doors[:2]:
-        result = CliRunner().invoke(cli.app, door, input="y\n" * 100)
-        assert isinstance(result.exception, InputError | SystemExit | None), (door, result.exception)
+        ended = rlhf(*door)
+        assert ended.code in (0, 2), (door, ended)
     for load in (load_tokenizer, load_model):
         with contextlib.suppress(InputError):
             load(path)
@@ -164,7 +169,12 @@ def _dumps(value: Any) -> str:
 @pytest.mark.parametrize("command", ["score", "generate"])
 @pytest.mark.parametrize("column", ["prompt", "completion", "id"])
 def test_an_unpaired_surrogate_in_any_column_is_reported_before_anything_is_computed(
-    column: str, command: str, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    column: str,
+    command: str,
+    tiny: Any,
+    tmp_path: Path,
+    rlhf: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows, cut = tmp_path / "rows.jsonl", '"a\\ud83d"'
     fine = {"prompt": '"a"', "completion": '"b"', "id": "1"}
@@ -174,8 +184,9 @@ def test_an_unpaired_surrogate_in_any_column_is_reported_before_anything_is_comp
     ))  # fmt: skip
     tiny.make_model("score" if command == "score" else "lm").save(tmp_path / "model")
     monkeypatch.setattr("rlhf_core.models.loading.load_model", lambda *_, **__: pytest.fail("computed"))
-    with pytest.raises(InputError, match=rf"row 2: '{column}' is not valid Unicode: .*; remove it"):
-        CliRunner().invoke(cli.app, [command, str(tmp_path / "model"), str(rows)], catch_exceptions=False)
+    ended = rlhf(command, str(tmp_path / "model"), str(rows))
+    assert ended.code == 2
+    assert re.search(rf"row 2: '{column}' is not valid Unicode: .*; remove it", ended.message)
 
 
 def same_as_auto_tokenizer(directory: Path) -> None:
