@@ -127,7 +127,7 @@ class SamplingTest:
     @property
     def actions(self) -> list[Action]:
         """What takes the moments from updates, where these compute them."""
-        if self.options.read_by == "rollout":
+        if self.options.read_by != "update":
             return []
         return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
 

@@ -293,7 +293,9 @@ def test_honest_runs_of_every_trainer_pass(trainer, short):
     short.train(trainer)
     (checked,) = audit(short.directory / trainer).values()
     assert not {check.name: check.why for check in checked if check.verdict == "FAIL"}
-    assert {"files", "artifact hashes"} <= {check.name for check in checked if check.verdict == "pass"}
+    passed = {check.name for check in checked if check.verdict == "pass"}
+    assert {"files", "artifact hashes"} <= passed
+    assert ("sampling test" in passed) == (trainer in ("grpo", "online_dpo"))
 
 
 def test_the_command(rlhf, run, honest):
