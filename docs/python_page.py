@@ -59,7 +59,7 @@ TASKS = (
         "Collect completions",
         "[Write a trainer that samples](../how-to/write_a_trainer_that_samples.md) uses them.",
         "open_rewards open_collector RolloutCollector RolloutConfig RolloutOptions RolloutSteps RolloutUpdates Reading "
-        "Rollout FixedPrompts choose_rollout_rows SamplingTest SamplingTestOptions SamplingLimits "
+        "Rollout FixedPrompts choose_rollout_rows SamplingTest SamplingTestOptions "
         "Advantage AdvantageInputs group_advantages SamplerInputs SamplingOptions Rollouts "
         "WeightedReward Reward RewardInputs Environment Turn EnvironmentOptions",
     ),

@@ -10,7 +10,6 @@ from rlhf_core.rewards.reward import open_rewards as open_rewards
 from rlhf_core.rewards.reward import score as score
 from rlhf_core.rollouts.collector import RolloutCollector as RolloutCollector
 from rlhf_core.rollouts.collector import RolloutOptions as RolloutOptions
-from rlhf_core.rollouts.config import SamplingLimits as SamplingLimits
 from rlhf_core.rollouts.fixed_prompts import FixedPrompts as FixedPrompts
 from rlhf_core.rollouts.open_collector import open_collector as open_collector
 from rlhf_core.rollouts.rollout import Rollout as Rollout
@@ -31,7 +30,6 @@ __all__ = [
     "RolloutOptions",
     "RolloutSteps",
     "RolloutUpdates",
-    "SamplingLimits",
     "SamplingTest",
     "SamplingTestOptions",
     "WeightedReward",

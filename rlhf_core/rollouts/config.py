@@ -13,19 +13,18 @@ from rlhf_core.rollouts.sampling_plan import SamplingTestOptions
 from rlhf_core.sampling import SamplingOptions
 
 
-class SamplingLimits(Options):
-    """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
-
-    surprisal_gap: float = Field(
-        default=0.02,
-        ge=0,
-        description="nats per token by which the mean surprisal of completions may differ from the policy's entropy; "
-        "evidence of 1e9 to 1 that it differs by more ends the run; 0: it is only logged",
-    )
-
-
 class RolloutConfig(TrainerConfig):
     """The fields of every trainer, and those of sampling. A trainer that samples extends it with its own."""
+
+    class Limits(Options):
+        """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
+
+        surprisal_gap: float = Field(
+            default=0.02,
+            ge=0,
+            description="nats per token by which the mean surprisal of completions may differ from the policy's "
+            "entropy; evidence of 1e9 to 1 that it differs by more ends the run; 0: it is only logged",
+        )
 
     max_prompt_length: int = Field(default=512, ge=1, description="tokens; longer prompts are dropped or cut")
     sampling: SamplingOptions = Field(default=SamplingOptions(), description="how completions are sampled")
@@ -42,9 +41,7 @@ class RolloutConfig(TrainerConfig):
         default="keep",
         description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
-    limits: SamplingLimits = Field(
-        default=SamplingLimits(), description="bounds at which a run stops, of what it samples"
-    )
+    limits: Limits = Field(default=Limits(), description="bounds at which a run stops, of what it samples")
 
     @property
     def sampling_test(self) -> SamplingTestOptions:

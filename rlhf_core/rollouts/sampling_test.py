@@ -118,7 +118,7 @@ class SamplingTest:
         """Tokens whose moments come from the update."""
         self._found: dict[str, NDArray[np.float32]] = {}
         self._further: list[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]] = []
-        """Tokens that `further` asked for: their engines and versions [tokens, 2], and their moments."""
+        """Tokens that `_besides` names: their engines and versions [tokens, 2], and their moments."""
         self._warned = False
         self._sums = np.zeros((0, COLUMNS))
         """Of the rollout that was finished last."""
@@ -175,13 +175,15 @@ class SamplingTest:
         left = self._sampled & ~self._known
         if left.any():
             self.add(left, self.reader(params, self._trees(self._rollout, left)))
-        for part, tokens in self.further():
-            self.add_further(part, tokens, self._drawn(params, self._trees(part, tokens)))
+        for part, tokens in self._besides():
+            found = self._drawn(params, self._trees(part, tokens))
+            moments = {name: _joined(values) for name, values in found.items()}
+            self._further.append((_places(part, tokens), moments))
         rollout = replace(rollout, dropped=None)
         if self.actions:
             return rollout
-        metrics = self.finish()
-        if (problem := self.problem()) is not None:
+        metrics = self._finish()
+        if (problem := self._problem()) is not None:
             raise RunError(f"stage '{self.stage.name}': {problem}")
         return replace(rollout, metrics={**rollout.metrics, **metrics})
 
@@ -193,7 +195,7 @@ class SamplingTest:
             if any(weights.any() for weights in tree.weights or ())
         ]
 
-    def further(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
+    def _besides(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
         """Return whose tokens, bool [N, C], are to be read besides: of what dynamic sampling left out, and with filters
         those of some prompts alone, which go by their numbers, since a choice that sees what was sampled would make
         bets unfair.
@@ -211,20 +213,10 @@ class SamplingTest:
             found.append((part, self.sampled(part) & chosen[:, None]))
         return found
 
-    def add_further(
-        self,
-        part: Rollout,
-        tokens: NDArray[np.bool_],
-        moments: Mapping[str, Sequence[NDArray[Any]]],
-    ) -> None:
-        """Take the moments of tokens that `further` returned, as `add` does."""
-        found = {name: _joined(values) for name, values in moments.items()}
-        self._further.append((_places(part, tokens), found))
-
-    def finish(self) -> dict[str, float]:
+    def _finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
 
-        Where the evidence suffices, `problem` then says what is wrong.
+        Where the evidence suffices, `_problem` then says what is wrong.
         """
         assert self._rollout is not None
         rollout, self._rollout = self._rollout, None
@@ -259,7 +251,7 @@ class SamplingTest:
             f"{' and '.join(self.filters)} allow: the sampler filters otherwise, or not at all"
         )
 
-    def problem(self) -> str | None:
+    def _problem(self) -> str | None:
         """Return what is wrong with the rollout that was finished last; None: nothing is known."""
         if not self.acts or self.evidence.log_mean() < LIMIT:
             return None
@@ -296,8 +288,8 @@ class SamplingTest:
         """Take the moments of an update that had the whole rollout."""
         assert at.values is not None
         self.add(self._awaited, at.values.arrays)
-        metrics = self.finish()
-        at.stop(self.problem())
+        metrics = self._finish()
+        at.stop(self._problem())
         return metrics
 
     def _metrics(self, sums: NDArray[np.float64]) -> dict[str, float]:

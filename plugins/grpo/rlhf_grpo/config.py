@@ -16,7 +16,7 @@ from rlhf_core import (
     Options,
     RolloutConfig,
 )
-from rlhf_core.rollouts import EnvironmentOptions, SamplingLimits, SamplingTestOptions, WeightedReward
+from rlhf_core.rollouts import EnvironmentOptions, SamplingTestOptions, WeightedReward
 from rlhf_core.sampling import SamplingOptions
 
 
@@ -42,7 +42,7 @@ class DynamicSampling(Options):
     )
 
 
-class Limits(SamplingLimits):
+class Limits(RolloutConfig.Limits):
     """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
 
     kl: float | None = Field(
