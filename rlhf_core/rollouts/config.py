@@ -16,7 +16,7 @@ from rlhf_core.sampling import SamplingOptions
 class RolloutConfig(TrainerConfig):
     """The fields of every trainer, and those of sampling. A trainer that samples extends it with its own."""
 
-    class Limits(Options):
+    class SamplingLimits(Options):
         """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
 
         surprisal_gap: float = Field(
@@ -41,7 +41,9 @@ class RolloutConfig(TrainerConfig):
         default="keep",
         description="how long rollouts stay on disk: keep all, or those that a checkpoint may need",
     )
-    limits: Limits = Field(default=Limits(), description="bounds at which a run stops, of what it samples")
+    limits: SamplingLimits = Field(
+        default=SamplingLimits(), description="bounds at which a run stops, of what it samples"
+    )
 
     @property
     def sampling_test(self) -> SamplingTestOptions:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -248,25 +249,37 @@ def metrics(subject: Subject) -> Check:
                 f"step {other} follows step {one}",
                 f"{path}, line {row + 1}",
             )
-    content = path.read_bytes()
     known = dict(_digests(subject))
     recorded = ((subject.stage.spec.get("results") or {}).get("files") or {}).get(METRICS)
-    number = f"{len(logged)} rows, {len(known)} checkpoints have their hash"
-    chained = subject.dir / DIGESTS
-    if chained.is_file():
-        problem, line = _chain_problem(content, chained.read_bytes(), done=recorded is not None)
-        if problem:
-            return Check(name, FAIL, number, problem, f"{path}, line {line}")
-    for step, (size, digest) in sorted(known.items()):
-        if hashlib.sha256(content[:size]).hexdigest() != digest:
-            why = f"a row of the updates up to {step} was changed since their checkpoint was written"
-            return Check(name, FAIL, number, why, str(path))
-    if recorded is not None and recorded != hashlib.sha256(content).hexdigest():
-        return Check(name, FAIL, number, "a row was changed since the stage was done", str(path))
-    if recorded is None and not known and not chained.is_file():
+    chained = (subject.dir / DIGESTS).is_file()
+    if recorded is None and not known and not chained:
         why = "an earlier version wrote the stage, which is not done: nothing has a hash of the rows"
         return skipped(name, why, f"{len(logged)} rows")
-    return Check(name, PASS, number, values={"rows": len(logged), "checkpoints": len(known)})
+    number = f"{len(logged)} rows, {len(known)} checkpoints have their hash"
+    problem, where = _changed_row(path, known, recorded)
+    values = {"rows": len(logged), "checkpoints": len(known)}
+    return Check(name, verdict_of(problem), number, problem, where, {} if problem else values)
+
+
+def _changed_row(path: Path, known: Mapping[int, tuple[int, str]], recorded: str | None) -> tuple[str, str]:
+    """Return what is wrong with the content of metrics.jsonl, and where; empty texts where nothing is.
+
+    known: size and hash of the rows before each checkpoint. recorded: the hash of the file in the record of a stage
+    that is done.
+    """
+    content, chain = path.read_bytes(), path.with_name(DIGESTS)
+    if chain.is_file():
+        problem, line = _chain_problem(content, chain.read_bytes(), done=recorded is not None)
+        if problem:
+            return problem, f"{path}, line {line}"
+    for step, (size, digest) in sorted(known.items()):
+        if hashlib.sha256(content[:size]).hexdigest() != digest:
+            return f"a row of the updates up to {step} was changed since their checkpoint was written", str(
+                path
+            )
+    if recorded not in (None, hashlib.sha256(content).hexdigest()):
+        return "a row was changed since the stage was done", str(path)
+    return "", ""
 
 
 def _chain_problem(content: bytes, chain: bytes, *, done: bool) -> tuple[str, int]:

@@ -42,7 +42,7 @@ class DynamicSampling(Options):
     )
 
 
-class Limits(RolloutConfig.Limits):
+class Limits(RolloutConfig.SamplingLimits):
     """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
 
     kl: float | None = Field(

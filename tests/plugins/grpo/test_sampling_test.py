@@ -201,12 +201,6 @@ def test_a_greedy_engine_ends_other_trainers_before_the_first_update(trainer, ti
     np.testing.assert_allclose(found["sums"], [[0, 0, *sampled_values.sums(table)]], rtol=1e-4)
 
 
-def test_with_several_updates_a_rollout_it_ends_before_the_first(train, tmp_path):
-    with pytest.raises(RunError, match="the completions are not drawn from the policy"):
-        train(sampler="greedy", num_iterations=2)
-    assert not (tmp_path / "run" / "checkpoints").exists()
-
-
 def test_what_only_logs(train, tmp_path):
     """Without a tolerance, and with a penalty, whose distribution is not known."""
     rows = train(sampler="greedy", limits={"surprisal_gap": 0.0}, max_training_steps=2)
