@@ -69,7 +69,7 @@ def trained_moments(
     """Compute what `trained_logps` does with entropies, and the moments that the sampling test needs, in one pass.
 
     Gradients come through log-probabilities and entropies alone. `Moments.named` returns all as values of an objective.
-    keep: `SamplingTest.keep`, for moments of the distribution that filters leave, without a gradient.
+    keep: leaves of masses what filters of sampling do, for moments of that distribution, without a gradient.
     """
     states, kernel, targets, options = _head(model, params, batch, temperature, replay=replay)
     return token_moments(states, kernel, targets, keep=keep, **options)

@@ -20,8 +20,8 @@ from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.errors import InputError
 from rlhf_core.fit.best import BEST, Best, saved_form
 from rlhf_core.fit.weights import FILE as WEIGHTS
+from rlhf_core.loggers.jsonl import DIGESTS, JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
-from rlhf_core.loggers.jsonl import JsonLines
 from rlhf_core.metrics import Metric, Metrics, fetch_metrics, from_json, merge, to_json
 from rlhf_core.runtime.agreement import any_process
 from rlhf_core.runtime.files import attempt, flush, flush_lines, remove
@@ -228,7 +228,7 @@ class Progress:
         trained = state.trained()
 
         def flush_metrics() -> None:  # the stage's other files were flushed when they were written
-            for file in metric_files(self.stage.dir):
+            for file in (*metric_files(self.stage.dir), self.stage.dir / DIGESTS):
                 flush_lines(file)
 
         self.checkpoints.save(

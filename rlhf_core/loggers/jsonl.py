@@ -1,11 +1,12 @@
-"""Write metrics.jsonl: one JSON object per logged step, for programs to read."""
+"""Write metrics.jsonl: one JSON object per logged step, for programs to read; and digests that chain its rows."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from rlhf_core.stage import Stage
 
 FILE = "metrics.jsonl"
+DIGESTS = "metrics.sha256"
+"""Beside FILE, a line for each of its rows: the hexadecimal SHA-256 of the line before it, if any, and the row, line
+ends included. A row that is changed, removed or moved later fits none of the lines from there on.
+"""
+DIGEST_BYTES = 65
+"""Of a line of DIGESTS."""
 
 
 @dataclass(eq=False)
@@ -28,7 +35,7 @@ class JsonLines:
 
     every_process: also write metrics-1.jsonl, metrics-2.jsonl, … of the further processes of a job.
     Strict JSON: a metric that is not finite is null. A killed run truncates at most the last row. Rows are flushed to
-    disk before the checkpoint of their step.
+    disk before the checkpoint of their step. Those of the first process are chained, see DIGESTS.
     """
 
     every_process: bool = False
@@ -39,18 +46,21 @@ class JsonLines:
         if not (stage.is_main or self.every_process):
             return
         file = FILE if stage.is_main else f"metrics-{jax.process_index()}.jsonl"
-        append_line(stage.dir / file, json.dumps(row, allow_nan=False))
+        line = json.dumps(row, allow_nan=False)
+        append_line(stage.dir / file, line)
+        if stage.is_main:
+            path = stage.dir / DIGESTS
+            append_line(path, _digest(_last_digest(path), f"{line}\n".encode()))
 
     @staticmethod
     def cut(path: str | Path, step: int) -> None:
         """Drop the rows after `step` and an incomplete last line, so that a resumed run logs no step twice.
 
-        An earlier line that is not a JSON object is dropped with a warning. A missing file is not created.
+        An earlier line that is not a JSON object is dropped with a warning. A missing file is not created. Digests are
+        cut alike; a row without one, of a version that wrote none or a power cut, gets it now.
         """
         path = Path(path)
-        if not path.exists():
-            return
-        before = path.read_bytes()
+        before = path.read_bytes() if path.exists() else b""
         lines = before.splitlines(keepends=True)
         kept = []
         for number, line in enumerate(lines, 1):
@@ -62,6 +72,32 @@ class JsonLines:
         after = b"".join(kept)
         if after != before:
             write_atomic(path, after)
+        if path.name == FILE:
+            _cut_digests(path.with_name(DIGESTS), kept)
+
+
+def _digest(before: bytes, row: bytes) -> str:
+    return hashlib.sha256(before + row).hexdigest()
+
+
+def _last_digest(path: Path) -> bytes:
+    """Return the last line of DIGESTS, line end included; empty where there is none."""
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - DIGEST_BYTES, 0))
+        return file.read()
+
+
+def _cut_digests(path: Path, rows: Sequence[bytes]) -> None:
+    """Keep the digests of the first of `rows`, and add those that are missing."""
+    before = path.read_bytes() if path.exists() else b""
+    complete = min(len(before) // DIGEST_BYTES, len(rows))
+    after = before[: complete * DIGEST_BYTES]
+    for row in rows[complete:]:
+        after += f"{_digest(after[-DIGEST_BYTES:], row)}\n".encode()
+    if after != before:
+        write_atomic(path, after)
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,12 @@ if TYPE_CHECKING:
 
 BYTES = {"token": 12, "rollout": 2000}
 """Of values on disk, at most."""
+PASSES = {
+    "update": "the training pass",
+    "rollout": "the pass before a rollout's first update",
+    "test": "a pass without gradient before a rollout's first update",
+}
+"""What reads sampled tokens, by `SamplingTestOptions.read_by`."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +23,13 @@ class SamplingTestOptions:
     """How a trainer has its sampler tested.
 
     tolerance: nats per token by which the mean surprisal may be off; 0: the run is never stopped.
-    read_by: which pass computes the moments: "update", the one that trains, where a rollout has a single update; or
-        "rollout", one before the first update. also: what is read in a further pass, and why; "": nothing.
+    read_by: which pass computes the moments: "update", the one that trains, where a rollout has a single update;
+        "rollout", the trainer's own before the first update; or "test", one of the test's own.
+    also: what is read in a further pass, and why; "": nothing.
     """
 
     tolerance: float
-    read_by: Literal["update", "rollout"]
+    read_by: Literal["update", "rollout", "test"] = "test"
     also: str = ""
 
 
@@ -42,6 +49,8 @@ def filters_of(sampling: SamplingOptions) -> list[str]:
 
 def not_applicable(sampling: SamplingOptions) -> str | None:
     """Return why completions cannot be held to the trainer's distribution; None: they can."""
+    if sampling.temperature == 0:
+        return "with sampling.temperature = 0 nothing is drawn"
     if sampling.repetition_penalty == 1:
         return None
     return "with sampling.repetition_penalty tokens are drawn from another distribution than the trainer's"
@@ -52,7 +61,7 @@ def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int)
     reason = not_applicable(sampling)
     if reason is not None:
         return f"sampling test: not applicable: {reason}"
-    pass_ = "the training pass" if options.read_by == "update" else "the pass before a rollout's first update"
+    pass_ = PASSES[options.read_by]
     filters = " and ".join(filters_of(sampling))
     if filters:
         line = f"sampling test: one of {EVERY} prompts, in a further pass without gradient, with {filters}"

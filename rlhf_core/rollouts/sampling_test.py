@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,19 +13,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core.errors import warn
+from rlhf_core.errors import RunError, warn
 from rlhf_core.fit import Action
 from rlhf_core.logprobs import NEVER
+from rlhf_core.objective import trained_moments
+from rlhf_core.reading import TreeReader
 from rlhf_core.rollouts.rollout import Rollout
-from rlhf_core.rollouts.sampling_plan import EVERY, SamplingTestOptions, filters_of, not_applicable
+from rlhf_core.rollouts.sampling_plan import EVERY, filters_of, not_applicable
 from rlhf_core.runtime.files import attempt, make_directory, write_atomic
 from rlhf_core.sampling.filters import filtered
 from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
 
 if TYPE_CHECKING:
+    import jax
+
     from rlhf_core.fit.actions import Moment
+    from rlhf_core.models import Definition, Model
+    from rlhf_core.packing import Layout, Packed, Tree
     from rlhf_core.rollouts.collector import RolloutCollector
     from rlhf_core.stage import Stage
+    from rlhf_core.training import Context
 
 FOLDER = "values"
 LIMIT = math.log(1e9)
@@ -72,20 +80,30 @@ class SamplingTest:
     that depend on each other. What may end a run is `Evidence`, of bets that are fair as long as the sampler is honest
     within the tolerance.
 
-    For a rollout come `begin`, then `add` until every sampled token is known, and `add_further` for what `further` asks
-    for, then `finish`.
+    A trainer gives the test to `RolloutUpdates`, with `RolloutOptions.test` for how it is made. That is all, unless a
+    pass of the trainer's reads the moments: it then says so in `prepare`, with `add`, and has `actions` among its own.
+    Tokens that are not added are read by the test, in rows of `layout`, before the rollout's first update.
 
-    keep: what the filters of sampling leave of masses, for `trained_moments`, where there are filters. These are what
-    tokens are drawn from, and moments of the trainer's distribution are no use for bets.
+    model: the policy, with the attention that suits these rows.
     """
 
-    def __init__(self, collector: RolloutCollector, options: SamplingTestOptions) -> None:
+    def __init__(self, context: Context, collector: RolloutCollector, model: Model, layout: Layout) -> None:
+        options = collector.options.test
+        assert options is not None
         sampled = collector.options
         self.stage: Stage = collector.stage
-        self.options = options
+        self.collector, self.options = collector, options
         self.applies = not_applicable(sampled.sampling) is None
         self.filters = filters_of(sampled.sampling)
-        self.keep = partial(filtered, options=sampled.sampling) if self.filters else None
+        reader = partial(TreeReader, layout=layout, mesh=context.mesh, per="token", routes=collector.routes)
+        moments = partial(_read_moments, model.definition, sampled.sampling.temperature or 1.0)
+        self.reader = reader(partial(moments, None))
+        self._drawn = self.reader
+        """Reads moments of what tokens are drawn from; with filters those of the policy are no use for bets."""
+        if self.filters:
+            self._drawn = reader(partial(moments, partial(filtered, options=sampled.sampling)))
+        if options.read_by == "test":
+            context.ahead(self.reader.compile, model.params)
         self.acts = bool(
             self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
         )
@@ -95,10 +113,12 @@ class SamplingTest:
         self.evidence = Evidence(engines if self.apart else 1)
         self._rollout: Rollout | None = None
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
+        self._known: NDArray[np.bool_] = self._sampled
         self._awaited: NDArray[np.bool_] = self._sampled
+        """Tokens whose moments come from the update."""
         self._found: dict[str, NDArray[np.float32]] = {}
         self._further: list[tuple[NDArray[np.int64], dict[str, NDArray[np.float32]]]] = []
-        """Tokens that `further` asked for: their engines and versions [tokens, 2], and their moments."""
+        """Tokens that `_besides` names: their engines and versions [tokens, 2], and their moments."""
         self._warned = False
         self._sums = np.zeros((0, COLUMNS))
         """Of the rollout that was finished last."""
@@ -107,7 +127,7 @@ class SamplingTest:
     @property
     def actions(self) -> list[Action]:
         """What takes the moments from updates, where these compute them."""
-        if self.options.read_by == "rollout":
+        if self.options.read_by != "update":
             return []
         return [Action(1, self._take, "watch", values=dict.fromkeys(MOMENTS, "token"), name="sampling test")]
 
@@ -123,33 +143,69 @@ class SamplingTest:
                 row[turn.start : turn.end] = True
         return sampled
 
-    def begin(self, rollout: Rollout, awaited: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Begin with a rollout; return its sampled tokens, bool [N, C].
-
-        awaited: bool [N, C], the tokens whose moments come from the update.
-        """
-        self._rollout, self._awaited = rollout, awaited
-        self._sampled = self.sampled(rollout)
+    def begin(self, rollout: Rollout) -> None:
+        """Begin with a rollout, none of whose tokens is known."""
+        self._rollout, self._sampled = rollout, self.sampled(rollout)
+        self._known = self._awaited = np.zeros_like(self._sampled)
         self._found = {name: np.full(self._sampled.shape, np.nan, np.float32) for name in MOMENTS}
         self._further = []
-        return self._sampled
 
-    def add(self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]]) -> None:
-        """Take the moments of these tokens, bool [N, C]: {name: an array for each sequence}, in their order."""
+    def add(
+        self, tokens: NDArray[np.bool_], moments: Mapping[str, Sequence[NDArray[Any]]] | None = None
+    ) -> None:
+        """Take the moments of these tokens, bool [N, C]: {name: an array for each sequence}, in their order.
+
+        moments: None where the rollout's only update returns them, as the objective's values.
+        """
+        self._known = self._known | tokens
+        if moments is None:
+            self._awaited = tokens
+            return
         for name, values in moments.items():
             self._found[name][tokens] = _joined(values)
 
-    def further(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
-        """Return whose tokens, bool [N, C], are to be read besides, with `keep`: of what dynamic sampling left out, and
-        with filters those of some prompts alone, which go by their numbers, since a choice that sees what was sampled
-        would make bets unfair.
+    def complete(self, rollout: Rollout, params: Any) -> Rollout:
+        """Read the tokens that are not known; return the rollout, with the metrics of a test that no update completes.
+
+        What dynamic sampling left out is read here, and is not part of what is returned. rollout: as the trainer has
+        prepared it. params: those of the policy that sampled it. Raises RunError where the completions are not drawn
+        from the policy.
+        """
+        assert self._rollout is not None
+        left = self._sampled & ~self._known
+        if left.any():
+            self.add(left, self.reader(params, self._trees(self._rollout, left)))
+        for part, tokens in self._besides():
+            found = self._drawn(params, self._trees(part, tokens))
+            moments = {name: _joined(values) for name, values in found.items()}
+            self._further.append((_places(part, tokens), moments))
+        rollout = replace(rollout, dropped=None)
+        if self.actions:
+            return rollout
+        metrics = self._finish()
+        if (problem := self._problem()) is not None:
+            raise RunError(f"stage '{self.stage.name}': {problem}")
+        return replace(rollout, metrics={**rollout.metrics, **metrics})
+
+    def _trees(self, rollout: Rollout, tokens: NDArray[np.bool_]) -> list[Tree]:
+        """Make trees of some tokens, bool [N, C], for a pass of their own."""
+        return [
+            tree
+            for tree in rollout.trees(self.collector.prompts, mask=tokens)
+            if any(weights.any() for weights in tree.weights or ())
+        ]
+
+    def _besides(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
+        """Return whose tokens, bool [N, C], are to be read besides: of what dynamic sampling left out, and with filters
+        those of some prompts alone, which go by their numbers, since a choice that sees what was sampled would make
+        bets unfair.
         """
         rollout = self._rollout
         assert rollout is not None
         dropped = [] if rollout.dropped is None else [rollout.dropped]
         if not self.applies:
             return []
-        if self.keep is None:
+        if not self.filters:
             return [(part, self.sampled(part)) for part in dropped]
         found = []
         for part in (rollout, *dropped):
@@ -157,20 +213,10 @@ class SamplingTest:
             found.append((part, self.sampled(part) & chosen[:, None]))
         return found
 
-    def add_further(
-        self,
-        part: Rollout,
-        tokens: NDArray[np.bool_],
-        moments: Mapping[str, Sequence[NDArray[Any]]],
-    ) -> None:
-        """Take the moments of tokens that `further` returned, as `add` does."""
-        found = {name: _joined(values) for name, values in moments.items()}
-        self._further.append((_places(part, tokens), found))
-
-    def finish(self) -> dict[str, float]:
+    def _finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
 
-        Where the evidence suffices, `problem` then says what is wrong.
+        Where the evidence suffices, `_problem` then says what is wrong.
         """
         assert self._rollout is not None
         rollout, self._rollout = self._rollout, None
@@ -178,12 +224,12 @@ class SamplingTest:
         outside: dict[str, float] = {}
         if self.applies:
             parts = self._further
-            if self.keep is None:
+            if not self.filters:
                 own = {name: values[self._sampled] for name, values in self._found.items()}
                 parts = [(_places(rollout, self._sampled), own), *parts]
             places = np.concatenate([np.zeros((0, 2), np.int64), *(place for place, _ in parts)])
             moments = {name: _joined([found[name] for _, found in parts]) for name in MOMENTS}
-            if self.keep is not None and len(places):
+            if self.filters and len(places):
                 inside = moments["surprisal/logps"] > NEVER / 2
                 places = places[inside]
                 moments = {name: each[inside] for name, each in moments.items()}
@@ -205,7 +251,7 @@ class SamplingTest:
             f"{' and '.join(self.filters)} allow: the sampler filters otherwise, or not at all"
         )
 
-    def problem(self) -> str | None:
+    def _problem(self) -> str | None:
         """Return what is wrong with the rollout that was finished last; None: nothing is known."""
         if not self.acts or self.evidence.log_mean() < LIMIT:
             return None
@@ -242,8 +288,8 @@ class SamplingTest:
         """Take the moments of an update that had the whole rollout."""
         assert at.values is not None
         self.add(self._awaited, at.values.arrays)
-        metrics = self.finish()
-        at.stop(self.problem())
+        metrics = self._finish()
+        at.stop(self._problem())
         return metrics
 
     def _metrics(self, sums: NDArray[np.float64]) -> dict[str, float]:
@@ -276,6 +322,19 @@ class SamplingTest:
         content = io.BytesIO()
         np.savez(content, **arrays)
         write_atomic(folder / f"{number:06d}.npz", content.getvalue(), private=True)
+
+
+def _read_moments(
+    definition: Definition,
+    temperature: float,
+    keep: Callable[[jax.Array], jax.Array] | None,
+    params: Any,
+    batch: Packed,
+) -> dict[str, jax.Array]:
+    """Compute the moments of trained tokens by name, float32 [rows, trained]; keep: as `trained_moments` has it."""
+    replay = batch.routes is not None
+    found = trained_moments(definition, params, batch, temperature=temperature, replay=replay, keep=keep)
+    return found.named()
 
 
 def remove_from(folder: Path, number: int) -> None:

@@ -108,14 +108,17 @@ class RolloutUpdates:
         completions_to_print: int = 0,
     ) -> None:
         """layout: of micro-batches. reference: micro-batches that carry `ref_logps` have NaN in place of them while the
-        policy is the reference. reading: what reads each rollout. test: of the sampler, whose evidence checkpoints
-        hold. completions_to_print: of a logged rollout.
+        policy is the reference. reading: what reads each rollout. test: of the sampler, for each rollout; checkpoints
+        hold its evidence. completions_to_print: of a logged rollout.
         """
         config, options = context.config, collector.options
         self.options = options
         self.stage, self.collector, self.prompts = context.stage, collector, collector.prompts
-        self.layout, self.steps, self.reference, self.reading = layout, steps, reference, reading
-        self.test = test
+        self.layout, self.steps, self.reference, self.test = layout, steps, reference, test
+        self.readings = [] if reading is None else [reading]
+        """The passes over every rollout."""
+        if test is not None and test.options.read_by == "test":
+            self.readings.append(Reading(test.reader, collector.policy, ("parameters", "frozen parameters")))
         self.stream = collector.prompts if isinstance(collector.prompts, PromptStream) else None
         count, updates = 0 if self.stream else len(collector.prompts), options.updates_per_rollout
         if count:
@@ -241,7 +244,7 @@ class RolloutUpdates:
         if number in self.flights:
             self._land(number)
         rollout, taken, states = self.ready[number]
-        prepared = self.steps.prepare(rollout, state)
+        prepared = self._prepare(rollout, state)
         packed = self.steps.minibatches(prepared)
         logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
         if self.stage.is_main and (number == 0 or logged):
@@ -261,6 +264,14 @@ class RolloutUpdates:
             first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
             self.stream.begin(first * self.order.prompts_per_rollout)
         self.warnings.check(number, rollout)
+
+    def _prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
+        """Have the trainer prepare a rollout, and test the sampler on it."""
+        if self.test is None:
+            return self.steps.prepare(rollout, state)
+        self.test.begin(rollout)
+        prepared = self.steps.prepare(rollout, state)
+        return self.test.complete(prepared, self.collector.policy(state.params))
 
     def _sample(self, number: int, state: TrainState) -> None:
         """Sample the rollouts that are due before the updates of rollout `number`, as far as there are prompts."""

@@ -15,8 +15,8 @@ from rlhf_core import artifacts
 from rlhf_core.contracts import LOGGER, Artifact, Forecast, Trainer
 from rlhf_core.errors import InputError, RunError, Stopped, disk_full, error_line, warn
 from rlhf_core.loggers.every import every
+from rlhf_core.loggers.jsonl import DIGESTS, JsonLines
 from rlhf_core.loggers.jsonl import FILE as METRICS
-from rlhf_core.loggers.jsonl import JsonLines
 from rlhf_core.plugins.component import HERE
 from rlhf_core.plugins.hooks import hookimpl
 from rlhf_core.runtime.agreement import broadcast_text, raise_together, stop_together
@@ -201,6 +201,7 @@ def execute(
         outputs = read_outputs(trainer, stage, verify=False)  # hashed as they were written
         if stage.is_main:
             flush_lines(stage.dir / METRICS)
+            flush_lines(stage.dir / DIGESTS)
         if finished is not None:
             finished(outputs)
         return outputs

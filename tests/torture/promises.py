@@ -16,7 +16,7 @@ from typing import Any
 from tests.torture import file_calls, runs
 from tests.torture.disk import ROOT, Digests, Disk, Image, Operation, Tree
 
-APPENDED = ("metrics.jsonl", "events.jsonl")
+APPENDED = ("metrics.jsonl", "metrics.sha256", "events.jsonl")
 
 
 def run_marked() -> None:

@@ -24,13 +24,23 @@ from rlhf_core import (
 from rlhf_core.fit import TreeReader
 from rlhf_core.metrics import Mean
 from rlhf_core.models import Model
-from rlhf_core.objective import loss_output, trained_logps, trained_scores, trained_sequence, trained_weight
+from rlhf_core.objective import (
+    Moments,
+    loss_output,
+    trained_logps,
+    trained_moments,
+    trained_scores,
+    trained_sequence,
+    trained_weight,
+)
 from rlhf_core.packing import Layout, Packed, pack
 from rlhf_core.rollouts import (
     FixedPrompts,
     Reading,
     Rollout,
     RolloutUpdates,
+    SamplingTest,
+    SamplingTestOptions,
     WeightedReward,
     choose_rollout_rows,
     open_collector,
@@ -57,6 +67,11 @@ class PPOConfig(RolloutConfig):
     value_clip: float = Field(0.2, gt=0, description="how far a value may move from the rollout's")
     gamma: float = Field(1.0, gt=0, le=1, description="discount per token")
     gae_lambda: float = Field(0.95, ge=0, le=1, description="of generalized advantage estimation")
+
+    @property
+    def sampling_test(self) -> SamplingTestOptions:
+        """How the sampler is tested: with what is read before the first update."""
+        return SamplingTestOptions(self.limits.surprisal_gap, "rollout")
 
 
 def objective(models: Mapping[str, Any], loss: Any, config: PPOConfig) -> Objective:
@@ -116,13 +131,22 @@ class PPOSteps:
 
     token_names, sequence_names = KEPT, ()
 
-    def __init__(self, config: PPOConfig, prompts: Any, layout: Layout, reader: TreeReader, read_with: Any):
+    def __init__(
+        self,
+        config: PPOConfig,
+        prompts: Any,
+        layout: Layout,
+        reader: TreeReader,
+        read_with: Any,
+        test: SamplingTest,
+    ):
         self.config, self.prompts, self.layout = config, prompts, layout
-        self.read, self.read_with = reader, read_with
+        self.read, self.read_with, self.test = reader, read_with, test
 
     def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         mask, lengths = rollout.samples.mask, np.asarray(rollout.samples.lengths)
         values = self.read(self.read_with(state.params), rollout.trees(self.prompts))
+        self.test.add(mask, {name: values.pop(name) for name in Moments.names()})
         rollout = rollout.with_token_values(values)
         kept = {name: x.astype(np.float64) for name, x in rollout.token_values.items()}
         rewards = -self.config.kl_coefficient * (kept["old_logps"] - kept.pop("ref_logps"))
@@ -146,10 +170,10 @@ def make_reader(config: PPOConfig, policy: Model, critic: Model, layout: Layout,
     temperature = config.sampling.temperature
 
     def read(params: Mapping[str, Any], batch: Packed) -> dict[str, Any]:
-        old, _ = trained_logps(policy.definition, params["policy"], batch, temperature=temperature)
+        old = trained_moments(policy.definition, params["policy"], batch, temperature=temperature)
         ref, _ = trained_logps(policy.definition, params["reference"], batch, temperature=temperature)
         values = trained_scores(critic.definition, params["critic"], batch)
-        return {"old_logps": old, "ref_logps": ref, "old_values": values}
+        return {"old_logps": old.logps, "ref_logps": ref, "old_values": values, **old.named()}
 
     return TreeReader(read, layout, mesh, per="token")
 
@@ -160,7 +184,9 @@ def build(config: PPOConfig, context: Context) -> Build:
     rewards = open_rewards(config.rewards, context.stage)
     group, serves = config.num_generations, config.num_iterations
     size = config.total_batch_size // group
-    options = config.rollout_options(group, size, updates_per_rollout=serves, policy="policy")
+    options = config.rollout_options(
+        group, size, updates_per_rollout=serves, policy="policy", test=config.sampling_test
+    )
     collector = open_collector(context, sampled, rewards, options)
     assert collector is not None
     held_out = open_collector(context, sampled, rewards, options, "eval_data")
@@ -175,13 +201,14 @@ def build(config: PPOConfig, context: Context) -> Build:
 
     context.ahead(reader.compile, read_with({"policy": policy.params, "critic": critic.params}))
     reading = Reading(reader, read_with, ("parameters", "reference"))
-    steps = PPOSteps(config, collector.prompts, layout, reader, read_with)
+    test = SamplingTest(context, collector, policy, layout)
+    steps = PPOSteps(config, collector.prompts, layout, reader, read_with, test)
     models = {"policy": policy, "critic": critic}
     loss = context.registry.get(POLICY_LOSS, config.loss.name, **config.loss.options)
     of_critic = config.replace(learning_rate=config.critic_learning_rate, frozen_parameters=None)
     return Build(
         models,
-        RolloutUpdates(context, collector, layout, steps, reading=reading),
+        RolloutUpdates(context, collector, layout, steps, reading=reading, test=test),
         objective({name: model.definition for name, model in models.items()}, loss, config),
         [] if fixed is None else context.evaluations(lambda _: fixed.evaluate),
         trains={"policy": config, "critic": of_critic},

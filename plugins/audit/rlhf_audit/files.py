@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rlhf_audit.subject import Entry, Subject
 from rlhf_core import InputError
 from rlhf_core.artifacts import open_artifact
 
-METRICS = "metrics.jsonl"
+METRICS, DIGESTS = "metrics.jsonl", "metrics.sha256"
 
 
 def artifacts(subject: Subject) -> Check:
@@ -230,7 +231,9 @@ def _find_ledger(saved: Any) -> Mapping[str, Any] | None:
 
 
 def metrics(subject: Subject) -> Check:
-    """Check the rows of metrics.jsonl: their order, and their hashes in checkpoints and in the record of a stage."""
+    """Check the rows of metrics.jsonl: their order, their chain of digests, and their hashes in checkpoints and in the
+    record of a stage.
+    """
     name = "metrics rows"
     path = subject.dir / METRICS
     if not path.is_file():
@@ -246,20 +249,57 @@ def metrics(subject: Subject) -> Check:
                 f"step {other} follows step {one}",
                 f"{path}, line {row + 1}",
             )
-    content = path.read_bytes()
     known = dict(_digests(subject))
     recorded = ((subject.stage.spec.get("results") or {}).get("files") or {}).get(METRICS)
+    chained = (subject.dir / DIGESTS).is_file()
+    if recorded is None and not known and not chained:
+        why = "an earlier version wrote the stage, which is not done: nothing has a hash of the rows"
+        return skipped(name, why, f"{len(logged)} rows")
     number = f"{len(logged)} rows, {len(known)} checkpoints have their hash"
+    problem, where = _changed_row(path, known, recorded)
+    values = {"rows": len(logged), "checkpoints": len(known)}
+    return Check(name, verdict_of(problem), number, problem, where, {} if problem else values)
+
+
+def _changed_row(path: Path, known: Mapping[int, tuple[int, str]], recorded: str | None) -> tuple[str, str]:
+    """Return what is wrong with the content of metrics.jsonl, and where; empty texts where nothing is.
+
+    known: size and hash of the rows before each checkpoint. recorded: the hash of the file in the record of a stage
+    that is done.
+    """
+    content, chain = path.read_bytes(), path.with_name(DIGESTS)
+    if chain.is_file():
+        problem, line = _chain_problem(content, chain.read_bytes(), done=recorded is not None)
+        if problem:
+            return problem, f"{path}, line {line}"
     for step, (size, digest) in sorted(known.items()):
         if hashlib.sha256(content[:size]).hexdigest() != digest:
-            why = f"a row of the updates up to {step} was changed since their checkpoint was written"
-            return Check(name, FAIL, number, why, str(path))
-    if recorded is not None and recorded != hashlib.sha256(content).hexdigest():
-        return Check(name, FAIL, number, "a row was changed since the stage was done", str(path))
-    if recorded is None and not known:
-        why = "the stage is not done, or an earlier version wrote it: nothing has a hash of the rows"
-        return skipped(name, why, f"{len(logged)} rows")
-    return Check(name, PASS, number, values={"rows": len(logged), "checkpoints": len(known)})
+            return f"a row of the updates up to {step} was changed since their checkpoint was written", str(
+                path
+            )
+    if recorded not in (None, hashlib.sha256(content).hexdigest()):
+        return "a row was changed since the stage was done", str(path)
+    return "", ""
+
+
+def _chain_problem(content: bytes, chain: bytes, *, done: bool) -> tuple[str, int]:
+    """Return what is wrong with rows, and the line that shows it.
+
+    chain: a line for each row, the SHA-256 of the line before it and of the row. done: whether the stage is, so that
+    every row has its line; one that was killed may have written a row without it.
+    """
+    rows = [row for row in content.splitlines(keepends=True) if row.endswith(b"\n")]
+    digests = chain.splitlines(keepends=True)
+    before = b""
+    for line, (row, digest) in enumerate(zip(rows, digests, strict=False), 1):
+        if hashlib.sha256(before + row).hexdigest().encode() != digest.rstrip():
+            return "a row was changed, removed or moved after it was logged", line
+        before = digest
+    if len(rows) < len(digests):
+        return f"{len(digests)} rows were logged: the last ones were removed", len(rows) + 1
+    if len(rows) > len(digests) + (not done):
+        return f"{len(digests)} rows were logged: others were added", len(digests) + 1
+    return "", 0
 
 
 def _digests(subject: Subject) -> Iterator[tuple[int, tuple[int, str]]]:

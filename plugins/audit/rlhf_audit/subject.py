@@ -109,7 +109,7 @@ class Subject:
         for name, inactive in FILTERS.items():
             if self.option(f"sampling.{name}") not in inactive:
                 return f"sampling.{name}"
-        return ""
+        return "sampling.temperature" if self.option("sampling.temperature") == 0 else ""
 
     @property
     def ahead(self) -> int:

@@ -15,6 +15,7 @@ from rlhf_core.rollouts import (
     FixedPrompts,
     Rollout,
     RolloutUpdates,
+    SamplingTest,
     choose_rollout_rows,
     open_collector,
 )
@@ -57,7 +58,13 @@ def build(config: DistillConfig, context: Context) -> Build:
 
     sampled = context.by(config.replace(total_batch_size=config.sampled_per_update, on_policy_fraction=1.0))
     size = config.sampled_per_update * config.steps_per_generation
-    options = config.rollout_options(1, size, updates_per_rollout=config.steps_per_generation, policy=STUDENT)
+    options = config.rollout_options(
+        1,
+        size,
+        updates_per_rollout=config.steps_per_generation,
+        policy=STUDENT,
+        test=config.sampling_test,
+    )
     collector = open_collector(sampled, student, [], options, others=[models[TEACHER]])
     assert collector is not None
     evaluated = replace(options, prompts_per_rollout=config.eval_batch_size or size)
@@ -65,7 +72,8 @@ def build(config: DistillConfig, context: Context) -> Build:
     chosen = {name: choose_rollout_rows(sampled, model, collector) for name, model in models.items()}
     models, layout = {name: model for name, (model, _) in chosen.items()}, chosen[STUDENT][1]
     steps = DistillSteps(collector.prompts, layout, config.sampled_per_update)
-    source = RolloutUpdates(context, collector, layout, steps)
+    test = SamplingTest(sampled, collector, models[STUDENT], layout)
+    source = RolloutUpdates(context, collector, layout, steps, test=test)
     updates: RolloutUpdates | WithGiven = source
     if config.given_per_update:
         given = given_config(config, context.seed, source.total)

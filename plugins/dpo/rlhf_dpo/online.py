@@ -21,6 +21,7 @@ from rlhf_core.rollouts import (
     Rollout,
     RolloutOptions,
     RolloutUpdates,
+    SamplingTest,
     choose_rollout_rows,
     open_collector,
     open_rewards,
@@ -45,7 +46,10 @@ def build(config: OnlineDPOConfig, context: Context) -> Build:
     policy = context.model("lm")
     rewards = open_rewards(config.rewards, context.stage, weights=config.reward_weights)
     options = config.rollout_options(
-        config.num_generations, config.prompts_per_rollout, updates_per_rollout=config.updates_per_rollout
+        config.num_generations,
+        config.prompts_per_rollout,
+        updates_per_rollout=config.updates_per_rollout,
+        test=config.sampling_test,
     )
     collector = open_collector(context, policy, rewards, options)
     assert collector is not None
@@ -55,7 +59,8 @@ def build(config: OnlineDPOConfig, context: Context) -> Build:
     if reads_reference:
         reference, reading = _open_reference(config, context, policy, model, layout)
     steps = OnlineDPOSteps(collector.prompts, layout, config.steps_per_generation, reading)
-    updates = RolloutUpdates(context, collector, layout, steps, reading=reading)
+    test = SamplingTest(context, collector, model, layout)
+    updates = RolloutUpdates(context, collector, layout, steps, reading=reading, test=test)
     for fixed in held_out.values():
         context.ahead(fixed.warm_up, policy)
     own = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, policy.as_stored)

@@ -42,7 +42,7 @@ class DynamicSampling(Options):
     )
 
 
-class Limits(Options):
+class Limits(RolloutConfig.SamplingLimits):
     """Bounds on logged metrics; beyond them the run stops with its state saved and a diagnosis."""
 
     kl: float | None = Field(
@@ -50,12 +50,6 @@ class Limits(Options):
     )
     entropy: float | None = Field(
         default=None, gt=0, description="lower bound on the mean entropy, nats per token"
-    )
-    surprisal_gap: float = Field(
-        default=0.02,
-        ge=0,
-        description="nats per token by which the mean surprisal of completions may differ from the policy's entropy; "
-        "evidence of 1e9 to 1 that it differs by more ends the run; 0: it is only logged",
     )
 
 

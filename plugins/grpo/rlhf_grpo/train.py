@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts, RunError
+from rlhf_core import ADVANTAGE, POLICY_LOSS, PolicyInputs, Rollouts
 from rlhf_core.fit import Action, TreeReader
 from rlhf_core.objective import Moments, trained_logps, trained_moments
 from rlhf_core.packing import Layout, Packed, pack
@@ -74,10 +74,9 @@ def build(config: GRPOConfig, context: Context) -> Build:
     model, layout = choose_rollout_rows(context, policy, collector)
     logps = partial(trained_logps, model.definition, temperature=temperature, entropy=True)
     moments = partial(trained_moments, model.definition, temperature=temperature)
-    test = SamplingTest(collector, config.sampling_test)
-    drawn = None if test.keep is None else partial(moments, keep=test.keep)
+    test = SamplingTest(context, collector, model, layout)
     reader = partial(TreeReader, layout=layout, mesh=context.mesh, per="token", routes=collector.routes)
-    policies = PolicyReader(config, logps, reference, reader, moments, drawn)
+    policies = PolicyReader(config, logps, reference, reader, moments)
     context.ahead(policies.compile, model.params)
     updates = RolloutUpdates(
         context,
@@ -221,53 +220,14 @@ class GRPOSteps:
             values = self.policies.read(rollout.trees(self.prompts, mask=mask), state.params)
             moments = {name: values.pop(name) for name in self.policies.moments}
             rollout = rollout.with_token_values(values, mask=mask)
-        if self.test is not None:
-            rollout = self._test(self.test, rollout, trained, mask, moments, state)
+        if self.test is not None and moments:
+            self.test.add(mask, moments)
+        elif self.test is not None:
+            self.test.add(trained)
         if in_reward and not self.policies.at_reference(state.params):
             penalty = sequence_kl(rollout.samples, rollout.token_values["ref_logps"], config.kl.name)
             rollout = replace(rollout, total=rollout.total - config.kl.beta * penalty)
         return rollout.with_advantages(self.advantage, self.collector.rewards, name=config.advantage.name)
-
-    def _test(
-        self,
-        test: SamplingTest,
-        rollout: Rollout,
-        trained: NDArray[np.bool_],
-        mask: NDArray[np.bool_],
-        moments: Mapping[str, Sequence[NDArray[np.float32]]],
-        state: TrainState,
-    ) -> Rollout:
-        """Begin the sampling test of a rollout; return it, with the metrics of a test that no update completes.
-
-        What dynamic sampling left out is read here, and is not part of what is returned.
-
-        trained: the tokens that updates read; mask: those that were read, with the moments, which may be {}. Tokens
-        that neither has are read here. Raises RunError where the completions are not drawn from the policy.
-        """
-        sampled = test.begin(rollout, trained)
-        if moments:
-            test.add(mask, moments)
-        left = sampled & ~(mask if moments else trained)
-        if left.any():
-            test.add(left, self.policies.read_moments(self._trees(rollout, left), state.params))
-        for part, tokens in test.further():
-            trees = self._trees(part, tokens)
-            test.add_further(part, tokens, self.policies.read_moments(trees, state.params, drawn=True))
-        rollout = replace(rollout, dropped=None)
-        if test.actions:
-            return rollout
-        metrics = test.finish()
-        if (problem := test.problem()) is not None:
-            raise RunError(f"stage '{self.collector.stage.name}': {problem}")
-        return replace(rollout, metrics={**rollout.metrics, **metrics})
-
-    def _trees(self, rollout: Rollout, tokens: NDArray[np.bool_]) -> list[Tree]:
-        """Make trees of some tokens, bool [N, C], for a pass of their own."""
-        return [
-            tree
-            for tree in rollout.trees(self.prompts, mask=tokens)
-            if any(weights.any() for weights in tree.weights or ())
-        ]
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
         groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)
@@ -329,8 +289,7 @@ class PolicyReader:
     moments: of what it returns besides, those of the sampling test where no update computes them.
 
     reader: makes the `TreeReader` of a function. logps, moments: (params, batch) → what `trained_logps` and
-    `trained_moments` do; None: there is no sampling test. drawn: as moments, of the distribution that tokens are drawn
-    from, where that is another one.
+    `trained_moments` do; None: there is no sampling test.
     """
 
     def __init__(
@@ -340,7 +299,6 @@ class PolicyReader:
         reference: Reference | None,
         reader: Callable[[Callable[[Any, Packed], Any]], TreeReader],
         moments: Callable[..., Moments] | None = None,
-        drawn: Callable[..., Moments] | None = None,
     ) -> None:
         self.reference = reference
         self.names = (
@@ -352,10 +310,6 @@ class PolicyReader:
         self.moments = Moments.names() if reads_moments else ()
         whole = moments if reads_moments else None
         self._reader = reader(partial(read_values, logps, whole, (*self.names, *self.moments)))
-        self._moments = reader(partial(read_values, logps, moments, Moments.names()))
-        self._drawn = self._moments
-        if drawn is not None:
-            self._drawn = reader(partial(read_values, logps, drawn, Moments.names()))
 
     def compile(self, params: Any) -> None:
         """Start to compile in the background, for a policy that is placed like `params`."""
@@ -365,14 +319,6 @@ class PolicyReader:
     def read(self, trees: Sequence[Tree], params: Any) -> dict[str, list[NDArray[np.float32]]]:
         """Return {name: a value per trained token of every branch}. params: the policy's, as they are now."""
         values: dict[str, list[NDArray[np.float32]]] = self._reader(self._policies(params), trees)
-        return values
-
-    def read_moments(
-        self, trees: Sequence[Tree], params: Any, *, drawn: bool = False
-    ) -> dict[str, list[NDArray[np.float32]]]:
-        """Return the moments of the sampling test as `read` does its values; drawn: of what tokens are drawn from."""
-        reader = self._drawn if drawn else self._moments
-        values: dict[str, list[NDArray[np.float32]]] = reader({"policy": params}, trees)
         return values
 
     def _policies(self, params: Any) -> dict[str, Any]:

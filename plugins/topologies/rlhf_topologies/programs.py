@@ -155,7 +155,7 @@ def _rollout_programs(
     groups = full_groups(np.repeat(prompts, options.num_generations // group), group=group, length=length)
     programs: list[Program] = []
     notes = []
-    if (reading := sampled.reading) is not None:
+    for reading in sampled.readings:
         programs += reading_programs(
             reading.reader.lower,
             reading.params(state.params),

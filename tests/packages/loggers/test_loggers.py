@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -350,6 +351,36 @@ def test_jsonl_rows_are_strict(tmp_path: Path) -> None:
     assert rows[0]["kl"] is None
     assert rows[1]["eval_accuracy"] == 0.98
     assert rows[0]["time"] > 1.6e9
+
+
+def chained(directory: Path) -> list[str]:
+    """Each row's SHA-256 after the line of the one before, from the rows alone."""
+    lines: list[str] = []
+    for row in (directory / "metrics.jsonl").read_bytes().splitlines(keepends=True):
+        before = f"{lines[-1]}\n".encode() if lines else b""
+        lines.append(hashlib.sha256(before + row).hexdigest())
+    return lines
+
+
+def test_rows_are_chained_also_after_a_kill(tmp_path: Path) -> None:
+    """Before a row, within one, between a row and its digest, within that; and in what an earlier version began."""
+    rows, digests = tmp_path / "metrics.jsonl", tmp_path / "metrics.sha256"
+    stage = make_stage(tmp_path)
+    for step in range(1, 4):
+        JSON_LINES.rlhf_step_end(stage, step, {"loss": 0.1 * step})
+    whole, chain = rows.read_bytes(), digests.read_bytes()
+    assert chain.decode().split() == chained(tmp_path)
+    size = len(chain) // 3
+    for lost in (0, 20, size, size + 20, len(chain)):
+        rows.write_bytes(whole + b'{"step": 4, "lo')
+        digests.write_bytes(chain[: len(chain) - lost])
+        JSON_LINES.cut(rows, 3 - (lost == 20))
+        JSON_LINES.rlhf_step_end(stage, 5, {"loss": 0.5})
+        assert digests.read_text().split() == chained(tmp_path)
+    rows.write_bytes(whole.replace(b"0.1", b"0.7"))
+    digests.write_bytes(chain)
+    JSON_LINES.cut(rows, 2)
+    assert digests.read_text().split()[0] != chained(tmp_path)[0]
 
 
 def test_cut_drops_later_rows_and_a_torn_line(tmp_path: Path) -> None:

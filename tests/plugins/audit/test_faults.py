@@ -163,6 +163,16 @@ def change_rows(path, change):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def goes_on(run):
+    """As a stage that is not done and has no checkpoint: the rows are chained, and no more."""
+    change_record(run / "policy" / "stage.json", state="running", results={})
+    shutil.rmtree(run / "policy" / "checkpoints")
+
+
+def swap_losses(rows):
+    rows[0]["loss"], rows[1]["loss"] = rows[1]["loss"], rows[0]["loss"]
+
+
 def swap(run):
     one, other = journal(run, 1), journal(run, 2)
     content = one.read_bytes()
@@ -243,7 +253,22 @@ FAULTS = {
     "a metrics row changed while the stage goes on": (
         lambda run: (
             change_record(run / "policy" / "stage.json", state="running", results={}),
+            (run / "policy" / "metrics.sha256").unlink(),
             change_rows(run / "policy" / "metrics.jsonl", lambda rows: rows[0].update(loss=0.5)),
+        ),
+        {"metrics rows"},
+    ),
+    "losses of metrics rows swapped without a checkpoint": (
+        lambda run: (
+            goes_on(run),
+            change_rows(run / "policy" / "metrics.jsonl", swap_losses),
+        ),
+        {"metrics rows"},
+    ),
+    "the last metrics row missing without a checkpoint": (
+        lambda run: (
+            goes_on(run),
+            change_rows(run / "policy" / "metrics.jsonl", lambda rows: rows.pop()),
         ),
         {"metrics rows"},
     ),
@@ -293,7 +318,9 @@ def test_honest_runs_of_every_trainer_pass(trainer, short):
     short.train(trainer)
     (checked,) = audit(short.directory / trainer).values()
     assert not {check.name: check.why for check in checked if check.verdict == "FAIL"}
-    assert {"files", "artifact hashes"} <= {check.name for check in checked if check.verdict == "pass"}
+    passed = {check.name for check in checked if check.verdict == "pass"}
+    assert {"files", "artifact hashes"} <= passed
+    assert ("sampling test" in passed) == (trainer in ("grpo", "online_dpo"))
 
 
 def test_the_command(rlhf, run, honest):

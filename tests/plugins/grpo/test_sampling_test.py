@@ -3,13 +3,18 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rlhf_audit import audit
+from rlhf_distill import DistillConfig
+from rlhf_dpo import OnlineDPOConfig
 from rlhf_grpo import GRPOConfig
 
 from rlhf_core import SAMPLER, hookimpl
 from rlhf_core.errors import RunError
+from rlhf_core.plugins import load_file
 from rlhf_core.rollouts import Rollout
 from rlhf_core.runs import open_run
 from rlhf_core.sampling import make_sampler
@@ -26,6 +31,15 @@ BASE = {
     "max_training_steps": 3,
     "num_preview_samples": 0,
     "log_steps": 1,
+}
+
+
+ppo = load_file(Path(__file__).parents[3] / "examples/plugins/rlhf-ppo/rlhf_ppo.py")
+SAMPLES = {"temperature": 0.9, "max_completion_length": 12}
+OTHERS = {
+    "online_dpo": OnlineDPOConfig(num_generations=4, sampling=SAMPLES, total_batch_size=32),
+    "distill": DistillConfig(on_policy_fraction=0.5, sampling=SAMPLES, total_batch_size=24),
+    "ppo": ppo.PPOConfig(sampling=SAMPLES, total_batch_size=32),
 }
 
 
@@ -164,10 +178,23 @@ def test_a_greedy_engine_ends_the_run_that_says_so_when_it_continues(train, tmp_
     assert "it begins again, with no evidence" in capsys.readouterr().err
 
 
-def test_with_several_updates_a_rollout_it_ends_before_the_first(train, tmp_path):
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_a_greedy_engine_ends_other_trainers_before_the_first_update(trainer, tiny, model, saved, tmp_path):
+    config = OTHERS[trainer].replace(sampler="greedy", max_training_steps=2)
+    inputs = {"rewards": [early], "train_dataset": tiny.prompts(12)}
+    if trainer == "distill":
+        config = config.replace(teacher_model=str(saved))
+        inputs = {"train_dataset": tiny.texts(12)}
     with pytest.raises(RunError, match="the completions are not drawn from the policy"):
-        train(sampler="greedy", num_iterations=2)
-    assert not (tmp_path / "run" / "checkpoints").exists()
+        tiny.run(trainer, config, tmp_path / "run", listeners=[Lies(), ppo], model=model, **inputs)
+    (tmp_path / "run" / "metrics.jsonl").touch()  # it ended before its first row
+    (checks,) = audit(tmp_path / "run").values()
+    assert "sampling test" in {check.name for check in checks if check.verdict == "FAIL"}
+    (stage,) = open_run(tmp_path / "run").stages
+    (rollout,) = [entry.rollout for entry in stage.rollouts()]
+    (found,) = values(tmp_path / "run")
+    table = sampled_values.read(rollout, model, temperature=0.9)
+    np.testing.assert_allclose(found["sums"], [[0, 0, *sampled_values.sums(table)]], rtol=1e-4)
 
 
 def test_what_only_logs(train, tmp_path):

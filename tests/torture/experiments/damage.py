@@ -25,6 +25,7 @@ BLOCK = 512
 SECONDS = 90.0
 LOGS = (
     "metrics.jsonl",
+    "metrics.sha256",
     "events.jsonl",
     "best.json",
     "plan.json",
