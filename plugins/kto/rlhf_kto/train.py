@@ -84,7 +84,7 @@ def require_partners(context: Context, updates: ExampleUpdates) -> None:
         raise InputError(f"{where}: updates of 1 row, and {needs}")
     if count % size == 1:
         raise InputError(
-            f"{where}: after {count // size} updates of {size} rows 1 is left for the last, and {needs}: set "
+            f"{where}: of {count:,} rows in updates of {size} the last update has 1, and {needs}: set "
             f"max_training_steps = {count // size}, or another size"
         )
 
