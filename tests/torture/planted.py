@@ -115,7 +115,7 @@ MUTANTS = (
         "finished-before-flushed",
         "a stage is recorded as finished while its rows are not on disk",
         "rlhf_core/stage/execute.py",
-        "        if stage.is_main:\n            flush_lines(stage.dir / METRICS)\n",
+        "            flush_lines(stage.dir / METRICS)\n",
         "",
         "T3",
         "states undisturbed 0 rename 1 run/base/stage.json",
