@@ -91,7 +91,8 @@ def open_collector(
         count = options.prompts_per_rollout
         count = count if trains else min(count, len(prompts))
         room = sampling_memory(context, model, rewards, others)
-        return open_sampler(context, model, prompts, options, count, room, episodes)
+        how = options if trains else replace(options, test=None)
+        return open_sampler(context, model, prompts, how, count, room, episodes)
 
     # A stage that is replayed has its completions, and their rewards.
     replays = stage.replay is not None
@@ -251,6 +252,7 @@ def open_sampler(
         routes=options.replay_routes,
         model=model,
         directory=context.stage.dir,
+        draws=options.tests_draws,
     )
     made = make(inputs)
     if length is None or hasattr(made, "converse"):

@@ -9,6 +9,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -116,6 +117,7 @@ def test_every_policy_is_published_and_proven(train: Callable[..., Any], weights
     directory, rows = train(weights=weights, ahead=1, steps=4)
     assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
     assert all(row["sync/probe_difference"] < 1e-4 for row in rows)
+    assert all(row["sampling/surprisal_evidence"] < 0 for row in rows)
     # The sampler's log-probabilities of the first rollout are the trainer's own.
     assert rows[0]["sampling/logp_difference_max"] < 1e-4
     assert max(row["sampling/logp_difference_max"] for row in rows[1:]) > 1e-3
@@ -151,6 +153,21 @@ def test_an_engine_that_keeps_its_policy_is_caught(
         train(weights=weights, ahead=0, probe_tolerance=10.0)
     what = {"adapter": "the adapter was not loaded", "disk": "it kept its weights"}[weights]
     assert str(error.value).endswith(what)
+
+
+def test_a_greedy_engine_ends_a_run_with_rollouts_ahead(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = engines.Vllm.complete
+    monkeypatch.setattr(
+        engines.Vllm,
+        "complete",
+        lambda self, *given: honest(self, *given[:-1], replace(given[-1], temperature=0.0)),
+    )
+    with pytest.raises(
+        RunError, match=r"over 64 tokens of engine e0, policy version \d+, .* samples greedily"
+    ):
+        train(ahead=1, steps=6)
 
 
 def test_weights_of_another_run_are_noticed(
@@ -269,7 +286,7 @@ def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
     model.save = lambda path: (path.mkdir(), saved.append(path))
     held: Any = SimpleNamespace(directory=tmp_path, probe=np.ones(sampling.PROBE, int), _claim=lambda: None)
     held.inputs, held.options = (
-        SimpleNamespace(model=model),
+        SimpleNamespace(model=model, definition=SimpleNamespace(vocab_size=8, absent=())),
         SimpleNamespace(weights="adapter", engine="vllm"),
     )
     held._policy = lambda version: stations.PublishedPolicy("p", tmp_path / "policy-v0", version)
@@ -286,7 +303,9 @@ def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
 def test_a_probe_with_a_changed_bit_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / sampling.PROBE_FILE
     logps = np.zeros((sampling.PROBE[0], sampling.PROBE[1] - 1))
-    np.savez(path, ids=np.ones(sampling.PROBE, int), logps=logps, last=np.zeros(9))
+    np.savez(
+        path, ids=np.ones(sampling.PROBE, int), logps=logps, last=np.zeros(9), following=np.zeros((2, 4, 9))
+    )
     assert sampling._read_probe(path)["logps"].shape == logps.shape
     content = path.read_bytes()
     at = content.index(bytes(100))
