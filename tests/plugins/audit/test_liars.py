@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from rlhf_audit import audit
+from rlhf_remote.sampling import DRAWS_EACH
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -153,7 +154,7 @@ LATE = {"one_late": 1, "two_late": 2}
 
 
 class LyingEngine:
-    """A proxy of an engine. It lies about completions alone: probes, of one token, are answered as they should be."""
+    """A proxy of an engine. It lies about completions and draws for the sampling test; probes have honest answers."""
 
     def __init__(self, url, lie):
         self.lie, self.held, self.client = lie, [], httpx.Client(base_url=url, timeout=60)
@@ -190,7 +191,8 @@ class LyingEngine:
             return 200, b"{}"
         if path == "/v1/load_lora_adapter":
             self.held.append(body.get("lora_name"))
-        if path != "/v1/completions" or body["max_tokens"] == 1:
+        probe = body.get("max_tokens") == 1 and body.get("n", 1) != DRAWS_EACH
+        if path != "/v1/completions" or probe:
             answered = self.client.request(method, path, content=content)
             return answered.status_code, answered.content
         asked = {**body, **ASKED.get(self.lie, {})}
@@ -241,12 +243,22 @@ ENGINES_END = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lie", [None, "other_prompt_quietly", *LIES])
-def test_an_engine_that_lies_is_named(lie, url, place, tmp_path):
+@pytest.mark.parametrize(
+    ("lie", "ahead"),
+    [
+        (None, 0),
+        (None, 1),
+        ("greedy", 1),
+        ("top_k", 1),
+        *((lie, 0) for lie in ("other_prompt_quietly", *LIES)),
+    ],
+)
+def test_an_engine_that_lies_is_named(lie, ahead, url, place, tmp_path):
     engine = LyingEngine(url, lie)
+    directory = place / "policies" / f"{lie}-{ahead}"
     options = (
-        f'sampler = {{ name = "rlhf", urls = ["{engine.url}"], directory = "{place / "policies" / str(lie)}" }}\n'
-        "lora = { rank = 4, alpha = 16 }\n"
+        f'sampler = {{ name = "rlhf", urls = ["{engine.url}"], directory = "{directory}" }}\n'
+        f"lora = {{ rank = 4, alpha = 16 }}\nrollouts_ahead = {ahead}\n"
     )
     try:
         ended, checks = run_and_audit(place, tmp_path / "run", options)

@@ -118,6 +118,10 @@ def test_every_policy_is_published_and_proven(train: Callable[..., Any], weights
     assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
     assert all(row["sync/probe_difference"] < 1e-4 for row in rows)
     assert all(row["sampling/surprisal_evidence"] < 0 for row in rows)
+    # Engine, version and tokens of what it drew, once from each policy: the first two rollouts are of version 0.
+    files = sorted((directory / "values").iterdir())
+    found = [np.load(file)["draws"][:, :3].tolist() for file in files]
+    assert found == [[[0, 0, 64]], [], [[0, 1, 64]], [[0, 2, 64]]]
     # The sampler's log-probabilities of the first rollout are the trainer's own.
     assert rows[0]["sampling/logp_difference_max"] < 1e-4
     assert max(row["sampling/logp_difference_max"] for row in rows[1:]) > 1e-3
@@ -298,6 +302,18 @@ def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
             sampling.PublishingSampler.publish(held, None, 0)
         assert sampling._read_probe(probe)["logps"].shape == (2, 23)
     assert len(saved) == 1 + len(DAMAGED)
+
+
+def test_moments_of_what_was_drawn_are_those_of_float64() -> None:
+    logits = np.random.default_rng(0).normal(scale=3.0, size=(2, 5)).astype(np.float32)
+    ids = np.array([[4, 0, 4], [1, 2, 3]])
+    found = sampling.drawn_moments(logits, ids, 0.7).reshape(2, 3, 3)
+    for context, draw in np.ndindex(2, 3):
+        p = np.exp(logits[context].astype(np.float64) / 0.7)
+        p /= p.sum()
+        mean = (p * np.log(p)).sum()
+        values = np.log(p[ids[context, draw]]), -mean, (p * np.log(p) ** 2).sum() - mean**2
+        np.testing.assert_allclose(found[context, draw], values, rtol=1e-5)
 
 
 def test_a_probe_with_a_changed_bit_is_damaged(tmp_path: Path) -> None:
