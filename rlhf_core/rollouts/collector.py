@@ -190,10 +190,15 @@ class RolloutCollector:
             order = np.argsort(equal, kind="stable")
             rest = whole.take(np.sort(order[wanted:])) if self.options.test and len(order) > wanted else None
             whole = replace(whole.take(np.sort(order[:wanted])), dropped=rest)
+        return replace(whole, number=number, rounds=len(parts), metrics=metrics, draws=self._draws(policy))
+
+    def _draws(self, policy: Any) -> NDArray[np.float32]:
+        """Return what engines drew before they sampled with a policy, [0, 4] where none is asked to."""
         draws = getattr(self.sampler, "draws", None)
-        if draws is not None and self.options.tests_draws:
-            whole = replace(whole, draws=draws(policy))
-        return replace(whole, number=number, rounds=len(parts), metrics=metrics)
+        if draws is None or not self.options.tests_draws:
+            return np.zeros((0, 4), np.float32)
+        drawn: NDArray[np.float32] = draws(policy)
+        return drawn
 
     def sample(
         self,

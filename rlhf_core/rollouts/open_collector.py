@@ -88,10 +88,10 @@ def open_collector(
     _know_vocabulary(context, prompts, model, field)
 
     def make() -> Any:
-        count = options.prompts_per_rollout
-        count = count if trains else min(count, len(prompts))
+        count, how = options.prompts_per_rollout, options
+        if not trains:
+            count, how = min(count, len(prompts)), replace(options, test=None)
         room = sampling_memory(context, model, rewards, others)
-        how = options if trains else replace(options, test=None)
         return open_sampler(context, model, prompts, how, count, room, episodes)
 
     # A stage that is replayed has its completions, and their rewards.

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from rlhf_audit import audit
-from rlhf_remote.sampling import DRAWS_EACH
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -150,6 +149,8 @@ ASKED = {
     "one_more": {"n": 9},
 }
 """Lies of an engine that asks for something else than it was asked."""
+DRAWN_TOGETHER = 8
+"""How many tokens a sampler asks for at once to test how they are drawn."""
 LATE = {"one_late": 1, "two_late": 2}
 
 
@@ -191,7 +192,7 @@ class LyingEngine:
             return 200, b"{}"
         if path == "/v1/load_lora_adapter":
             self.held.append(body.get("lora_name"))
-        probe = body.get("max_tokens") == 1 and body.get("n", 1) != DRAWS_EACH
+        probe = body.get("max_tokens") == 1 and body.get("n", 1) != DRAWN_TOGETHER
         if path != "/v1/completions" or probe:
             answered = self.client.request(method, path, content=content)
             return answered.status_code, answered.content

@@ -163,14 +163,12 @@ def test_a_greedy_engine_ends_a_run_with_rollouts_ahead(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = engines.Vllm.complete
-    monkeypatch.setattr(
-        engines.Vllm,
-        "complete",
-        lambda self, *given: honest(self, *given[:-1], replace(given[-1], temperature=0.0)),
-    )
-    with pytest.raises(
-        RunError, match=r"over 64 tokens of engine e0, policy version \d+, .* samples greedily"
-    ):
+
+    def greedy(self: Any, *given: Any) -> Any:
+        return honest(self, *given[:-1], replace(given[-1], temperature=0.0))
+
+    monkeypatch.setattr(engines.Vllm, "complete", greedy)
+    with pytest.raises(RunError, match=r"64 tokens of engine e0, policy version \d, .* samples greedily"):
         train(ahead=1, steps=6)
 
 
