@@ -34,6 +34,7 @@ class SamplerInputs:
     model: the policy as it was opened, which a sampler elsewhere saves with other parameters. directory: the stage's,
         for what a sampler writes.
     routes: whether `Rollouts.routes` are wanted; a sampler that does not have them leaves them out.
+    draws: whether `draws` of a sampler that publishes policies are asked for.
     """
 
     definition: Definition
@@ -49,6 +50,7 @@ class SamplerInputs:
     routes: bool = False
     model: Any | None = None
     directory: Path | None = None
+    draws: bool = False
 
     @property
     def policy(self) -> Definition:
@@ -249,7 +251,10 @@ class SamplerFunction(Protocol):
     metrics of how it was proven that the policy is held, and `verdict(version, difference)`, called after each rollout
     that the policy that sampled it was trained on, where no rollouts are sampled ahead: difference is the mean absolute
     difference of its log-probabilities from the trainer's, nats, and a text that is returned ends the run. One with
-    several engines has `engines`, their number, and says in `Rollouts.engine` which wrote a completion.
+    several engines has `engines`, their number, and says in `Rollouts.engine` which wrote a completion. Where
+    `SamplerInputs.draws` asks for it, `draws(policy)` returns what every engine that has written with a policy drew
+    before, once for each policy, float32 [tokens, 4]: the engine, the token's log-probability, and entropy and variance
+    of the distribution that the trainer says it is drawn from, as `Moments` has them.
     Another, `converse(params, prompts, key, ids, world)`, samples the turns of conversations with a `World`, of which
     prompts has one entry per conversation: conversations wait for their world, not for each other. Without it, all
     conversations take each turn together, in a call whose prompts are all that was said.
@@ -263,9 +268,10 @@ class SamplerFunction(Protocol):
 class SamplerMaker(Protocol):
     """Make a sampler.
 
-    One whose sampler is on other devices has `outside = True`, and may have `check(model, options, longest)`, which
-    `rlhf check` calls with the stage's `RolloutOptions` and the tokens of its longest prompt with a completion: it
-    returns a `Forecast`, or raises InputError for what is wrong.
+    One whose sampler is on other devices has `outside = True`, may say with `draws` how many tokens each engine draws
+    for its sampler's `draws` of a policy, and may have `check(model, options, longest)`, which `rlhf check` calls with
+    the stage's `RolloutOptions` and the tokens of its longest prompt with a completion: it returns a `Forecast`, or
+    raises InputError for what is wrong.
     """
 
     def __call__(self, inputs: SamplerInputs, /) -> SamplerFunction: ...

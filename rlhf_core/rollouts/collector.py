@@ -21,6 +21,7 @@ from rlhf_core.rewards.reward import OF_EPISODES, Reward, as_settled, logged_met
 from rlhf_core.rollouts.environment import run_episodes
 from rlhf_core.rollouts.rollout import ENVIRONMENT_REWARDS, Conversations, Rollout, Timing
 from rlhf_core.rollouts.rollout_rows import tree_sizes
+from rlhf_core.rollouts.sampling_plan import not_applicable
 from rlhf_core.sampling import Rollouts
 from rlhf_core.tokenizer.encoding import continuations
 
@@ -68,6 +69,13 @@ class RolloutOptions:
     journal: Literal["keep", "until_checkpoint"] = "keep"
     replay_routes: bool = False
     test: SamplingTestOptions | None = None
+
+    @property
+    def tests_draws(self) -> bool:
+        """Whether a sampler elsewhere is tested by what it draws at each publication: with rollouts ahead, the policy
+        that sampled a rollout is gone when its tokens are read.
+        """
+        return bool(self.ahead and self.test) and not_applicable(self.sampling) is None
 
 
 class Drawn(NamedTuple):
@@ -182,7 +190,15 @@ class RolloutCollector:
             order = np.argsort(equal, kind="stable")
             rest = whole.take(np.sort(order[wanted:])) if self.options.test and len(order) > wanted else None
             whole = replace(whole.take(np.sort(order[:wanted])), dropped=rest)
-        return replace(whole, number=number, rounds=len(parts), metrics=metrics)
+        return replace(whole, number=number, rounds=len(parts), metrics=metrics, draws=self._draws(policy))
+
+    def _draws(self, policy: Any) -> NDArray[np.float32]:
+        """Return what engines drew before they sampled with a policy, [0, 4] where none is asked to."""
+        draws = getattr(self.sampler, "draws", None)
+        if draws is None or not self.options.tests_draws:
+            return np.zeros((0, 4), np.float32)
+        drawn: NDArray[np.float32] = draws(policy)
+        return drawn
 
     def sample(
         self,

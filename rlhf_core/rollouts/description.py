@@ -79,7 +79,8 @@ class PlannedRollouts:
         lines = [self._report, *self._columns, rollout, updates, tokens, kept]
         if options.test is not None:
             values = most_value_bytes(rollouts=-(-total // serves), tokens=sampled * length)
-            tested = plan_test(options.test, options.sampling, ahead=options.ahead)
+            draws = getattr(sampler_maker(context, options), "draws", 0)
+            tested = plan_test(options.test, options.sampling, ahead=options.ahead, draws=draws)
             lines.append(f"{tested}; values/ takes at most {format_bytes(values)}")
         else:
             lines.append("sampling test: none: this trainer does not read its completions for one")

@@ -88,10 +88,11 @@ def open_collector(
     _know_vocabulary(context, prompts, model, field)
 
     def make() -> Any:
-        count = options.prompts_per_rollout
-        count = count if trains else min(count, len(prompts))
+        count, how = options.prompts_per_rollout, options
+        if not trains:
+            count, how = min(count, len(prompts)), replace(options, test=None)
         room = sampling_memory(context, model, rewards, others)
-        return open_sampler(context, model, prompts, options, count, room, episodes)
+        return open_sampler(context, model, prompts, how, count, room, episodes)
 
     # A stage that is replayed has its completions, and their rewards.
     replays = stage.replay is not None
@@ -251,6 +252,7 @@ def open_sampler(
         routes=options.replay_routes,
         model=model,
         directory=context.stage.dir,
+        draws=options.tests_draws,
     )
     made = make(inputs)
     if length is None or hasattr(made, "converse"):

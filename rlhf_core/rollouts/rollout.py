@@ -186,6 +186,7 @@ class Rollout:
     prompt_ids: int32 [n] each, the tokens that completions continue, whose row may have been corrected since; empty
         for episodes.
     dropped: what dynamic sampling left out, where a sampling test reads it.
+    draws: float32 [tokens, 4], what engines drew when they were given the policy, as `SamplerFunction` has it.
     """
 
     prompts: NDArray[np.int64]
@@ -203,6 +204,7 @@ class Rollout:
     samples_read: Sequence[Mapping[str, Any]] = ()
     prompt_ids: Sequence[Ints] = ()
     dropped: Rollout | None = None
+    draws: NDArray[np.float32] = field(default_factory=lambda: np.zeros((0, 4), np.float32))
 
     @property
     def group(self) -> int:
@@ -379,6 +381,7 @@ class Rollout:
                 if self.dropped is None
                 else {f"{DROPPED}{name}": array for name, array in self.dropped.arrays().items()}
             ),
+            **({"draws": self.draws} if self.draws.size else {}),
         }
 
     @classmethod
@@ -408,6 +411,7 @@ class Rollout:
             if "prompt_ids" in arrays
             else (),
             dropped=cls.from_arrays(left_out, number=number, rounds=rounds, metrics={}) if left_out else None,
+            draws=np.asarray(arrays.get("draws", np.zeros((0, 4))), np.float32),
         )
 
     def write(self, path: Path, rewards: Sequence[Reward]) -> None:

@@ -56,8 +56,8 @@ def not_applicable(sampling: SamplingOptions) -> str | None:
     return "with sampling.repetition_penalty tokens are drawn from another distribution than the trainer's"
 
 
-def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int) -> str:
-    """Say what a stage will test, and what that costs."""
+def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int, draws: int = 0) -> str:
+    """Say what a stage will test, and what that costs. draws: tokens of each engine at each publication."""
     reason = not_applicable(sampling)
     if reason is not None:
         return f"sampling test: not applicable: {reason}"
@@ -70,7 +70,10 @@ def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int)
     if options.also:
         line += f"; in a further pass without gradient {options.also}"
     if ahead:
-        return f"{line}; logged alone, since rollouts_ahead trains another policy than it samples with"
+        line += "; logged alone, since rollouts_ahead trains another policy than it samples with"
+        if not draws:
+            return line
+        line += f"; and {draws} tokens that each engine draws from each policy before it samples with it"
     if not options.tolerance:
         return f"{line}; logged alone (limits.surprisal_gap = 0)"
     return f"{line}; stops the run where the surprisal is more than {options.tolerance:g} nats per token off"

@@ -84,6 +84,8 @@ class SamplingTest:
     pass of the trainer's reads the moments: it then says so in `prepare`, with `add`, and has `actions` among its own.
     Tokens that are not added are read by the test, in rows of `layout`, before the rollout's first update.
 
+    With rollouts ahead, bets are on `Rollout.draws` alone, where the sampler has these.
+
     model: the policy, with the attention that suits these rows.
     """
 
@@ -104,13 +106,14 @@ class SamplingTest:
             self._drawn = reader(partial(moments, partial(filtered, options=sampled.sampling)))
         if options.read_by == "test":
             context.ahead(self.reader.compile, model.params)
-        self.acts = bool(
-            self.applies and options.tolerance and not sampled.ahead and self.stage.replay is None
-        )
+        at_hand = not sampled.ahead or hasattr(collector.sampler, "draws")
+        self.acts = bool(self.applies and options.tolerance and at_hand and self.stage.replay is None)
         engines = getattr(collector.sampler, "engines", 1)
         self.apart = sampled.environment is None or engines == 1
         """Whether it is known which engine drew a token: the turns of an episode may be of several."""
         self.evidence = Evidence(engines if self.apart else 1)
+        self._proven: dict[int, int] = {}
+        """The version of the policy whose draws each engine was tested by last: rollouts of one version share these."""
         self._rollout: Rollout | None = None
         self._sampled: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)
         self._known: NDArray[np.bool_] = self._sampled
@@ -121,7 +124,7 @@ class SamplingTest:
         """Tokens that `_besides` names: their engines and versions [tokens, 2], and their moments."""
         self._warned = False
         self._sums = np.zeros((0, COLUMNS))
-        """Of the rollout that was finished last."""
+        """What was bet on with the rollout that was finished last."""
         self._wrote = False
 
     @property
@@ -236,11 +239,25 @@ class SamplingTest:
                 outside["sampling/outside"] = 1 - float(inside.mean())
                 self._warn_of_outside(1 - float(inside.mean()), len(inside))
             sums = sum_moments(places, moments, self.options.tolerance)
-        self._write(rollout, sums)
+        drawn = self._sum_draws(rollout)
+        self._write(rollout, sums, drawn)
         self._found = {}
-        self.evidence.bet(rollout.number, sums)
-        self._sums = sums
+        self._sums = sums if drawn is None else drawn
+        self.evidence.bet(rollout.number, self._sums)
         return {**self._metrics(sums), **outside}
+
+    def _sum_draws(self, rollout: Rollout) -> NDArray[np.float64] | None:
+        """Sum what engines drew that were given the rollout's policy since the one before; None: they draw nothing."""
+        if not len(rollout.draws):
+            return None
+        version = int(rollout.samples.version[0])
+        engines = rollout.draws[:, 0].astype(np.int64)
+        new = np.array([self._proven.get(engine) != version for engine in engines.tolist()])
+        self._proven |= dict.fromkeys(engines.tolist(), version)
+        drawn = rollout.draws[new & (rollout.draws[:, 1] > NEVER / 2)]
+        places = np.stack([drawn[:, 0] * self.apart, np.full(len(drawn), version)], axis=1).astype(np.int64)
+        moments = dict(zip(MOMENTS, drawn[:, 1:].T, strict=True))
+        return sum_moments(places, moments, self.options.tolerance)
 
     def _warn_of_outside(self, share: float, count: int) -> None:
         if share <= MOST_OUTSIDE or self._warned or not self.stage.is_main:
@@ -273,13 +290,15 @@ class SamplingTest:
             f"The likeliest cause: {causes}"
         )
 
-    def snapshot(self) -> dict[str, list[float]]:
-        """Return the evidence so far, for a checkpoint."""
-        return {str(engine): values for engine, values in self.evidence.logs.items()}
+    def snapshot(self) -> dict[str, Any]:
+        """Return the evidence so far, and which draws it has, for a checkpoint."""
+        logs = {str(engine): values for engine, values in self.evidence.logs.items()}
+        return {**logs, "proven": [*self._proven.items()]} if self._proven else logs
 
-    def restore(self, saved: Mapping[str, list[float]]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue with the evidence of a checkpoint, or without any where it had stopped the run."""
-        self.evidence.logs = {int(engine): list(values) for engine, values in saved.items()}
+        self._proven = dict(saved.get("proven", ()))
+        self.evidence.logs = {int(name): list(logs) for name, logs in saved.items() if name != "proven"}
         if self.acts and self.evidence.log_mean() >= LIMIT:
             self.evidence.logs = {}
             self.stage.say("the sampling test had stopped this run; it begins again, with no evidence")
@@ -303,7 +322,7 @@ class SamplingTest:
                 metrics |= _measured(rows, self.evidence.log_mean(engine), f"/e{engine}")
         return metrics
 
-    def _write(self, rollout: Rollout, sums: NDArray[np.float64]) -> None:
+    def _write(self, rollout: Rollout, sums: NDArray[np.float64], drawn: NDArray[np.float64] | None) -> None:
         if not self.stage.is_main:
             return
         folder, number = self.stage.dir / FOLDER, rollout.number
@@ -317,6 +336,7 @@ class SamplingTest:
             "entropies": self._found["surprisal/entropies"][journalled],
             "variances": self._found["surprisal/variances"][journalled],
             "sums": sums,
+            **({} if drawn is None else {"draws": drawn}),
             "rollout": np.array(rollout.digest()),
         }
         content = io.BytesIO()

@@ -13,7 +13,7 @@ from rlhf_core import InputError, RunError
 from rlhf_core.config.durations import Seconds
 from rlhf_core.contracts import Forecast
 from rlhf_remote.engines import KINDS, EngineDownError, Needs, Wanted, dtype_of, lora_rank, problems
-from rlhf_remote.sampling import PROCESSED, PublishingSampler
+from rlhf_remote.sampling import DRAWS, PROCESSED, PublishingSampler
 from rlhf_remote.service import address_problem
 
 ASK_SECONDS = 60.0
@@ -46,6 +46,8 @@ class EngineSampler:
     engine: ClassVar[str]
     outside: ClassVar[bool] = True
     """Nothing of it is in the memory of the trainer's devices."""
+    draws: ClassVar[int] = DRAWS
+    """Tokens that an engine draws from each policy, for the sampling test."""
 
     def __call__(self, inputs: Any) -> PublishingSampler:
         self._require(inputs.definition, inputs.options)

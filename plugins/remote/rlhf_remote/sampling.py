@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -23,6 +24,7 @@ import numpy as np
 from rlhf_core import InputError, Rollouts, RunError
 from rlhf_core.artifacts import write_atomic
 from rlhf_core.errors import UNREADABLE, SequenceError, Stopped, library_words, read_limited, warn
+from rlhf_core.logprobs import NEVER
 from rlhf_core.sampling.stop_strings import token_bytes
 from rlhf_core.workers.pool import at_stage_end
 from rlhf_remote.engines import (
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 
 PROBE = (2, 24)
 """Sequences and ids of the probe that every engine scores after every publication."""
+CONTEXTS = (6, 12, 18, 24)
+"""Lengths of what engines draw tokens after for the sampling test, from the start of each of PROBE[0] sequences."""
+DRAWS_EACH = 8
+"""Tokens that are drawn after each of them."""
+DRAWS = PROBE[0] * len(CONTEXTS) * DRAWS_EACH
 SHOWN_TOKENS = 4
 """Drawn after the probe at the run's temperature."""
 PROCESSED = (
@@ -70,6 +77,38 @@ CAUSES = (
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Normalise logits along the last axis, float64."""
     return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
+def drawn_moments(logits: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
+    """Compute `Moments` of tokens that are drawn from softmax(logits / temperature), float32 [contexts × draws, 3].
+
+    logits: float32 [contexts, vocabulary]. ids: int [contexts, draws].
+    """
+    logps = log_softmax(logits.astype(np.float64) / temperature)
+    entropies = -(np.exp(logps) * logps).sum(-1)
+    variances = (np.exp(logps) * np.square(logps + entropies[:, None])).sum(-1)
+    chosen = np.take_along_axis(logps, ids, -1)
+    each = np.broadcast_arrays(chosen, entropies[:, None], variances[:, None])
+    return np.stack(each, axis=-1).reshape(-1, 3).astype(np.float32)
+
+
+def random_ids(definition: Any, seed: int) -> np.ndarray:
+    """Draw ids of a policy's tokens, int64 of the shape PROBE."""
+    ids = np.random.default_rng(seed).integers(0, definition.vocab_size, PROBE)
+    for start, stop in definition.absent:
+        ids[(ids >= start) & (ids < stop)] = 0
+    return ids
+
+
+def sample(
+    engine: Any, model: str, ids: list[int], n: int, seed: int, wanted: Wanted, vocabulary: int
+) -> list[SampledCompletion]:
+    """Have an engine sample n completions of ids. Raises CompletionError where they cannot be that."""
+    drawn: list[SampledCompletion] = engine.complete(model, ids, n, seed, wanted)
+    require_count(engine.url, range(len(drawn)), n)
+    for each in drawn:
+        require_logps(each, engine.url, vocabulary)
+    return drawn
 
 
 def seed_of(key: Any, *numbers: int) -> int:
@@ -100,6 +139,9 @@ class PublishingSampler:
         """What the trainer's policies think of the probe, by version."""
         self._wrote: dict[int, set[str]] = {}
         """The addresses of the engines that sampled with each version of the policy."""
+        self._drawn: dict[tuple[int, int], np.ndarray] = {}
+        """What `draws` returns, by version and engine."""
+        self._drawing = [threading.Lock() for _ in self.stations]
         self._off: int | None = None
         """The version that sampled the rollout before, where its log-probabilities were off."""
         self._warned = False
@@ -110,10 +152,7 @@ class PublishingSampler:
             inputs.conversation_length or inputs.options.max_completion_length
         )
         self.needs = options.needs(inputs.definition, longest)
-        draw = np.random.default_rng(0)
-        self.probe = draw.integers(0, inputs.definition.vocab_size, PROBE)
-        for start, stop in inputs.definition.absent:
-            self.probe[(self.probe >= start) & (self.probe < stop)] = 0
+        self.probe = random_ids(inputs.definition, 0)
         sampling = inputs.options
         self.wanted = Wanted(
             sampling.temperature,
@@ -129,7 +168,10 @@ class PublishingSampler:
         model = self.inputs.model.with_params(params)
         if self.options.weights == "disk" and self.options.engine != "rlhf":
             model = model.untied()
-        logits = np.asarray(model.logits(self.probe, np.ones_like(self.probe)), np.float64)
+        read = np.concatenate([self.probe, random_ids(self.inputs.definition, version + 1)])
+        found = np.asarray(model.logits(read, np.ones_like(read)), np.float32)
+        logits = found[: len(self.probe)].astype(np.float64)
+        following = found[len(self.probe) :, np.array(CONTEXTS) - 1]
         own = np.take_along_axis(log_softmax(logits[:, :-1]), self.probe[:, 1:, None], -1)[..., 0]
         # Of a run that was deleted and begun again, a policy of this version is another one.
         there = policy.path / PROBE_FILE
@@ -142,7 +184,8 @@ class PublishingSampler:
         shutil.rmtree(policy.path, ignore_errors=True)
         try:
             model.save(unfinished)
-            np.savez(unfinished / PROBE_FILE, ids=self.probe, logps=own, last=logits[0, -1])
+            probed = {"ids": self.probe, "logps": own, "last": logits[0, -1], "following": following}
+            np.savez(unfinished / PROBE_FILE, **probed)
             unfinished.rename(policy.path)
         except OSError as error:
             raise RunError(f"sampler.directory: {self.directory}: {error.strerror or error}") from error
@@ -153,6 +196,11 @@ class PublishingSampler:
         shown = [each.shown[policy.name] for each in self.stations if policy.name in each.shown]
         differences, seconds = zip(*shown, strict=True)
         return {"sync/probe_difference": max(differences), "sync/seconds": max(seconds)}
+
+    def draws(self, policy: PublishedPolicy) -> np.ndarray:
+        """Return what engines drew before they sampled with a policy. See `SamplerFunction`."""
+        drawn = [self._drawn.get((policy.version, place)) for place in range(self.engines)]
+        return np.concatenate([np.zeros((0, 4), np.float32), *(each for each in drawn if each is not None)])
 
     def verdict(self, version: int, difference: float) -> str | None:
         """Warn where engines' log-probabilities of what they sampled are not the policy's; of two rollouts running,
@@ -196,6 +244,8 @@ class PublishingSampler:
         """Forget policies of lower versions than `before`, but for the newest of these."""
         for version in [each for each in list(self._wrote) if each < before]:
             del self._wrote[version]
+        for drawn in [each for each in list(self._drawn) if each[0] < before]:
+            del self._drawn[drawn]
         versions = sorted(int(path.name.rpartition("-v")[2]) for path in self.directory.glob("policy-v*"))
         for version in [each for each in versions if each < before][:-1]:
             policy = self._policy(version)
@@ -272,10 +322,8 @@ class PublishingSampler:
         ids = np.asarray(prompt).tolist()
 
         def ask(engine: Any, model: str) -> list[SampledCompletion]:
-            drawn: list[SampledCompletion] = engine.complete(model, ids, n, seed, wanted)
-            require_count(engine.url, range(len(drawn)), n)
+            drawn = sample(engine, model, ids, n, seed, wanted, self.inputs.definition.vocab_size)
             for each in drawn:
-                require_logps(each, engine.url, self.inputs.definition.vocab_size)
                 require_end(each, engine.url, wanted, self._has_stop_string)
             place = [station.engine for station in self.stations].index(engine)
             return [each._replace(engine=place) for each in drawn]
@@ -284,6 +332,40 @@ class PublishingSampler:
             return self._anywhere(policy, ask)
         except CompletionError as error:
             raise SequenceError(f"sampler '{self.options.engine}': {error}", number) from error
+
+    def _draw(self, station: Station, policy: PublishedPolicy) -> None:
+        """Have an engine draw tokens for the sampling test, unless it has, from a policy that it holds.
+
+        They follow ids that are drawn anew for each policy: after these a policy stays uncertain that has learnt to be
+        nearly certain of its own completions, and rounding does not have the same sign each time. The trainer knows all
+        distributions in advance, so that it need not wait for the engine.
+        """
+        place, definition = self.stations.index(station), self.inputs.definition
+        with self._drawing[place]:
+            if (policy.version, place) in self._drawn:
+                return
+            contexts = [
+                row[:length].tolist()
+                for row in random_ids(definition, policy.version + 1)
+                for length in CONTEXTS
+            ]
+            logits = _read_probe(policy.path / PROBE_FILE)["following"].reshape(len(contexts), -1)
+            seeds = np.random.SeedSequence([policy.version, place]).generate_state(len(contexts)) >> 1
+            wanted = replace(self.wanted, max_tokens=1, stop_ids=(), stop=())
+
+            def ask(engine: Any, model: str) -> list[SampledCompletion]:
+                asked = zip(contexts, seeds.tolist(), strict=True)
+                return [
+                    each
+                    for ids, seed in asked
+                    for each in sample(engine, model, ids, DRAWS_EACH, seed, wanted, definition.vocab_size)
+                ]
+
+            ids = np.array([each.ids[0] for each in self._ask(station, policy, ask)])
+            for start, stop in definition.absent:
+                logits[:, start:stop] = NEVER
+            moments = drawn_moments(logits, ids.reshape(len(contexts), -1), wanted.temperature)
+            self._drawn[policy.version, place] = np.insert(moments, 0, place, axis=1)
 
     def _has_stop_string(self, ids: Sequence[int]) -> bool:
         """Tell whether the text of these ids has a stop string."""
@@ -322,6 +404,8 @@ class PublishingSampler:
                         # vLLM 0.32 breaks where it scores a prompt with an adapter next to completions of others.
                         alone = self.options.engine == "vllm"
                         with station.holding(policy, load, exclusive=exclusive, alone=alone):
+                            if self.inputs.draws:
+                                self._draw(station, policy)
                             drawn = self._ask(station, policy, ask)
                         station.failures = 0
                         self._wrote.setdefault(policy.version, set()).add(station.url)
@@ -408,10 +492,8 @@ class PublishingSampler:
     def _require_temperature(self, station: Station, model: str, held: Any) -> None:
         """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
         prompt, temperature = held["ids"][0].tolist(), self.wanted.temperature
-        drawn = station.engine.complete(model, prompt, SHOWN_TOKENS, 0, Wanted(temperature, 1))
-        require_count(station.url, range(len(drawn)), SHOWN_TOKENS)
-        for each in drawn:
-            require_logps(each, station.url, self.inputs.definition.vocab_size)
+        wanted, words = Wanted(temperature, 1), self.inputs.definition.vocab_size
+        drawn = sample(station.engine, model, prompt, SHOWN_TOKENS, 0, wanted, words)
         ids, theirs = [each.ids[0] for each in drawn], np.array([each.logps[0] for each in drawn])
         asked, plain = (log_softmax(held["last"] / t)[ids] for t in (temperature or 1.0, 1.0))
         if np.abs(theirs - plain).sum() < np.abs(theirs - asked).sum() / 2:
@@ -500,10 +582,12 @@ class PublishingSampler:
 
 
 def _read_probe(path: Path) -> dict[str, np.ndarray]:
-    """Read the probe's ids [2, 24], log-probabilities [2, 23] and last logits. Raises RunError for a damaged file."""
+    """Read the probe's ids [2, 24], log-probabilities [2, 23] and last logits, and the logits that follow CONTEXTS of
+    the policy's own ids, [2, 4, vocabulary]. Raises RunError for a damaged file.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in ("ids", "logps", "last")}
+            found = {name: file[name] for name in ("ids", "logps", "last", "following")}
         if found["ids"].shape != PROBE or found["logps"].shape != (PROBE[0], PROBE[1] - 1):
             raise ValueError("its arrays have other shapes")
     except Exception as error:

@@ -140,34 +140,30 @@ def test_sums_and_evidence_are_by_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "sampling", "ahead", "said"),
     [
-        (
-            (0.02, "update"),
-            {},
-            0,
-            "every sampled token, in the training pass; stops the run where .* 0.02 nats",
-        ),
-        ((0.0, "update"), {}, 0, "logged alone .limits.surprisal_gap = 0"),
+        ((0.02, "update"), {}, (0, 0), "every sampled token, in the training pass; stops .* 0.02 nats"),
+        ((0.0, "update"), {}, (0, 0), "logged alone .limits.surprisal_gap = 0"),
         (
             (0.02, "rollout", "those"),
             {},
-            1,
-            "the pass before .*first update; in a further pass .* those; logged",
+            (1, 0),
+            "pass before .*; in a further pass .* those; logged .* with$",
+        ),
+        (
+            (0.02, "update"),
+            {},
+            (1, 64),
+            "; logged .*; and 64 tokens that each engine draws .*; stops the run",
         ),
         (
             (0.02, "update"),
             {"top_k": 5, "min_p": 0.1},
-            0,
-            "one of 8 prompts, in a further pass .* with sampling.top_k and sampling.min_p; stops",
+            (0, 0),
+            "one of 8 .* sampling.top_k and .*min_p; stops",
         ),
-        (
-            (0.02, "update"),
-            {"repetition_penalty": 1.1},
-            0,
-            "not applicable: with sampling.repetition_penalty",
-        ),
+        ((0.02, "update"), {"repetition_penalty": 1.1}, (0, 0), "not applicable: .* sampling.repetition_pen"),
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_check_says_what_is_tested(options: Any, sampling: Any, ahead: int, said: str) -> None:
-    line = plan(SamplingTestOptions(*options), SamplingOptions(**sampling), ahead=ahead)
+def test_a_check_says_what_is_tested(options: Any, sampling: Any, ahead: tuple[int, int], said: str) -> None:
+    line = plan(SamplingTestOptions(*options), SamplingOptions(**sampling), ahead=ahead[0], draws=ahead[1])
     assert re.search(said, line), line

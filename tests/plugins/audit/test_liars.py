@@ -149,11 +149,13 @@ ASKED = {
     "one_more": {"n": 9},
 }
 """Lies of an engine that asks for something else than it was asked."""
+DRAWN_TOGETHER = 8
+"""How many tokens a sampler asks for at once to test how they are drawn."""
 LATE = {"one_late": 1, "two_late": 2}
 
 
 class LyingEngine:
-    """A proxy of an engine. It lies about completions alone: probes, of one token, are answered as they should be."""
+    """A proxy of an engine. It lies about completions and draws for the sampling test; probes have honest answers."""
 
     def __init__(self, url, lie):
         self.lie, self.held, self.client = lie, [], httpx.Client(base_url=url, timeout=60)
@@ -190,7 +192,8 @@ class LyingEngine:
             return 200, b"{}"
         if path == "/v1/load_lora_adapter":
             self.held.append(body.get("lora_name"))
-        if path != "/v1/completions" or body["max_tokens"] == 1:
+        probe = body.get("max_tokens") == 1 and body.get("n", 1) != DRAWN_TOGETHER
+        if path != "/v1/completions" or probe:
             answered = self.client.request(method, path, content=content)
             return answered.status_code, answered.content
         asked = {**body, **ASKED.get(self.lie, {})}
@@ -241,12 +244,22 @@ ENGINES_END = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lie", [None, "other_prompt_quietly", *LIES])
-def test_an_engine_that_lies_is_named(lie, url, place, tmp_path):
+@pytest.mark.parametrize(
+    ("lie", "ahead"),
+    [
+        (None, 0),
+        (None, 1),
+        ("greedy", 1),
+        ("top_k", 1),
+        *((lie, 0) for lie in ("other_prompt_quietly", *LIES)),
+    ],
+)
+def test_an_engine_that_lies_is_named(lie, ahead, url, place, tmp_path):
     engine = LyingEngine(url, lie)
+    directory = place / "policies" / f"{lie}-{ahead}"
     options = (
-        f'sampler = {{ name = "rlhf", urls = ["{engine.url}"], directory = "{place / "policies" / str(lie)}" }}\n'
-        "lora = { rank = 4, alpha = 16 }\n"
+        f'sampler = {{ name = "rlhf", urls = ["{engine.url}"], directory = "{directory}" }}\n'
+        f"lora = {{ rank = 4, alpha = 16 }}\nrollouts_ahead = {ahead}\n"
     )
     try:
         ended, checks = run_and_audit(place, tmp_path / "run", options)

@@ -81,6 +81,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> sampling.Publishing
         num_generations=2,
         max_prompt_length=2,
         conversation_length=40,
+        draws=False,
     )
     return sampling.PublishingSampler(sampler("rlhf", urls=["http://engine"]), inputs)
 

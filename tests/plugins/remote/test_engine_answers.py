@@ -311,6 +311,7 @@ def test_another_engine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
             stations=[stations.Station(engines.Vllm(url, None, 5.0)) for url in (odd.url, honest.url)],
         )
         made._closed, made._wrote = False, {}
+        made.inputs = SimpleNamespace(draws=False)
         made._ask = lambda station, policy, ask: ask(station.engine, policy.name)
         monkeypatch.setattr(sampling.PublishingSampler, "_load", lambda *_: None)
         made._load = lambda *_: None

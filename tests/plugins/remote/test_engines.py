@@ -9,6 +9,7 @@ import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -116,6 +117,11 @@ def test_every_policy_is_published_and_proven(train: Callable[..., Any], weights
     directory, rows = train(weights=weights, ahead=1, steps=4)
     assert [row["rollout/lag"] for row in rows] == [0, 1, 1, 1]
     assert all(row["sync/probe_difference"] < 1e-4 for row in rows)
+    assert all(row["sampling/surprisal_evidence"] < 0 for row in rows)
+    # Engine, version and tokens of what it drew, once from each policy: the first two rollouts are of version 0.
+    files = sorted((directory / "values").iterdir())
+    found = [np.load(file)["draws"][:, :3].tolist() for file in files]
+    assert found == [[[0, 0, 64]], [], [[0, 1, 64]], [[0, 2, 64]]]
     # The sampler's log-probabilities of the first rollout are the trainer's own.
     assert rows[0]["sampling/logp_difference_max"] < 1e-4
     assert max(row["sampling/logp_difference_max"] for row in rows[1:]) > 1e-3
@@ -151,6 +157,19 @@ def test_an_engine_that_keeps_its_policy_is_caught(
         train(weights=weights, ahead=0, probe_tolerance=10.0)
     what = {"adapter": "the adapter was not loaded", "disk": "it kept its weights"}[weights]
     assert str(error.value).endswith(what)
+
+
+def test_a_greedy_engine_ends_a_run_with_rollouts_ahead(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = engines.Vllm.complete
+
+    def greedy(self: Any, *given: Any) -> Any:
+        return honest(self, *given[:-1], replace(given[-1], temperature=0.0))
+
+    monkeypatch.setattr(engines.Vllm, "complete", greedy)
+    with pytest.raises(RunError, match=r"64 tokens of engine e0, policy version \d, .* samples greedily"):
+        train(ahead=1, steps=6)
 
 
 def test_weights_of_another_run_are_noticed(
@@ -269,7 +288,7 @@ def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
     model.save = lambda path: (path.mkdir(), saved.append(path))
     held: Any = SimpleNamespace(directory=tmp_path, probe=np.ones(sampling.PROBE, int), _claim=lambda: None)
     held.inputs, held.options = (
-        SimpleNamespace(model=model),
+        SimpleNamespace(model=model, definition=SimpleNamespace(vocab_size=8, absent=())),
         SimpleNamespace(weights="adapter", engine="vllm"),
     )
     held._policy = lambda version: stations.PublishedPolicy("p", tmp_path / "policy-v0", version)
@@ -283,10 +302,24 @@ def test_a_policy_with_a_damaged_probe_is_written_again(tmp_path: Path) -> None:
     assert len(saved) == 1 + len(DAMAGED)
 
 
+def test_moments_of_what_was_drawn_are_those_of_float64() -> None:
+    logits = np.random.default_rng(0).normal(scale=3.0, size=(2, 5)).astype(np.float32)
+    ids = np.array([[4, 0, 4], [1, 2, 3]])
+    found = sampling.drawn_moments(logits, ids, 0.7).reshape(2, 3, 3)
+    for context, draw in np.ndindex(2, 3):
+        p = np.exp(logits[context].astype(np.float64) / 0.7)
+        p /= p.sum()
+        mean = (p * np.log(p)).sum()
+        values = np.log(p[ids[context, draw]]), -mean, (p * np.log(p) ** 2).sum() - mean**2
+        np.testing.assert_allclose(found[context, draw], values, rtol=1e-5)
+
+
 def test_a_probe_with_a_changed_bit_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / sampling.PROBE_FILE
     logps = np.zeros((sampling.PROBE[0], sampling.PROBE[1] - 1))
-    np.savez(path, ids=np.ones(sampling.PROBE, int), logps=logps, last=np.zeros(9))
+    np.savez(
+        path, ids=np.ones(sampling.PROBE, int), logps=logps, last=np.zeros(9), following=np.zeros((2, 4, 9))
+    )
     assert sampling._read_probe(path)["logps"].shape == logps.shape
     content = path.read_bytes()
     at = content.index(bytes(100))
