@@ -165,7 +165,7 @@ def test_rewards_and_data_agree(code: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["plant.py", "mutants.py"])
 def test_everything_can_be_planted(repository: Path, script: str) -> None:
-    """Every fault of faults.py and every mutant of mutants.toml, where it says."""
+    """Every fault of faults.toml and every mutant of mutants.toml, where it says."""
     command = [sys.executable, str(repository / "tests/recipes" / script), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -28,12 +28,10 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
-from plant import ROOT, copy, environment, git, version
+from plant import ROOT, Change, copy, environment, git, read_changes, version
 
 HERE = Path(__file__).parent
 LIST, FOUND = HERE / "mutants.toml", HERE / "mutants.found.toml"
@@ -71,46 +69,17 @@ def pytest_collection_modifyitems(config, items):
 """A plugin of pytest that runs the tests and the files of chosen.txt, in that order."""
 
 
-class Mutant(NamedTuple):
-    """A change: `old`, which occurs once in `file`, becomes `new`. about: what is wrong then; of drawn ones empty."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    about: str = ""
-
-    def planted(self) -> str:
-        """Return the file with the change. Raises ValueError where what it replaces does not occur once."""
-        text = (ROOT / self.file).read_text(encoding="utf-8")
-        count = text.count(self.old)
-        if count != 1:
-            raise ValueError(f"{self.name}: what it replaces occurs {count} times in {self.file}")
-        return text.replace(self.old, self.new)
-
-    def line(self) -> int:
-        """Return the first line, from 1, that differs."""
-        before = (ROOT / self.file).read_text(encoding="utf-8").splitlines()
-        after = self.planted().splitlines()
-        same = (i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
-        return next(same, min(len(before), len(after))) + 1
+def line_of(mutant: Change) -> int:
+    """Return the first line, from 1, that differs in a mutant's file."""
+    before = (ROOT / mutant.file).read_text(encoding="utf-8").splitlines()
+    after = mutant.planted().splitlines()
+    same = (i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
+    return next(same, min(len(before), len(after))) + 1
 
 
-def mutants() -> list[Mutant]:
+def mutants() -> list[Change]:
     """Read the list."""
-    tables = tomllib.loads(LIST.read_text(encoding="utf-8"))
-    return [Mutant(name, **table) for name, table in tables.items()]
-
-
-def check() -> list[str]:
-    """List what is wrong with the mutants: those that cannot be planted, or are no Python then."""
-    problems = []
-    for mutant in mutants():
-        try:
-            compile(mutant.planted(), mutant.file, "exec")
-        except (OSError, ValueError, SyntaxError) as error:
-            problems.append(f"{mutant.name}: {error}")
-    return problems
+    return read_changes(LIST)
 
 
 def package_tests(file: str) -> list[str]:
@@ -173,20 +142,12 @@ def ends(process: subprocess.Popen[bytes], printed: Path) -> bool:
     return False
 
 
-@contextmanager
-def planted(mutant: Mutant) -> Iterator[Path]:
-    """Make a copy of the repository with the mutant in it."""
-    with copy(None) as root:
-        (root / mutant.file).write_text(mutant.planted(), encoding="utf-8")
-        yield root
-
-
-def try_short(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+def try_short(mutant: Change, tests: list[str]) -> tuple[str, str]:
     """Return which of the tests of `make test` that execute a mutant's statement find it, and what the first says."""
     own_files = package_tests(mutant.file)
     own = [test for test in tests if test.partition("::")[0] in own_files]
     others = [test for test in tests if test.partition("::")[0] not in own_files]
-    with planted(mutant) as root:
+    with copy(mutant) as root:
         for where, chosen in ((OWN, own), (ANY, others)):
             message = run_tests(chosen, SHORT, root) if chosen else None
             if message is not None:
@@ -194,13 +155,13 @@ def try_short(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
     return PENDING, ""
 
 
-def try_long(mutant: Mutant, tests: list[str]) -> tuple[str, str]:
+def try_long(mutant: Change, tests: list[str]) -> tuple[str, str]:
     """Return whether the rest of `make test-long`, and of the files of these tests, finds a mutant, and what it says.
 
     What a fixture or a cached helper executes counts for the first test that uses it, but others of its file may fail.
     """
     short = probe(SHORT)[mutant.name]
-    with planted(mutant) as root:
+    with copy(mutant) as root:
         for where, marks, chosen in ((ANY, SHORT, files_of(short)), (LONG, LONGER, tests)):
             message = run_tests(chosen, marks, root) if chosen else None
             if message is not None:
@@ -254,7 +215,7 @@ def probe(marks: str) -> dict[str, list[str]]:
         return every[key]
     by_file: dict[str, dict[str, int]] = {}
     for mutant in mutants():
-        by_file.setdefault(mutant.file, {})[mutant.name] = mutant.line()
+        by_file.setdefault(mutant.file, {})[mutant.name] = line_of(mutant)
     hits: dict[str, list[str]] = {mutant.name: [] for mutant in mutants()}
     with copy(None) as root, tempfile.NamedTemporaryFile("r", encoding="utf-8") as out:
         (root / "rlhf_probe.py").write_text(PROBE)
@@ -278,7 +239,7 @@ def probe(marks: str) -> dict[str, list[str]]:
     return hits
 
 
-Attempt = Callable[[Mutant, list[str]], tuple[str, str]]
+Attempt = Callable[[Change, list[str]], tuple[str, str]]
 """A mutant and the tests that execute its statement → by whom it is found, and what the first test says."""
 
 
@@ -341,7 +302,7 @@ def main() -> None:
 
         print(draw(options.draw, options.seed, {(each.file, each.old, each.new) for each in mutants()}))
         return
-    problems = check()
+    problems = list(filter(None, (mutant.problem() for mutant in mutants())))
     if problems or options.check:
         print("\n".join(problems) or f"{len(mutants())} mutants can be planted")
         raise SystemExit(1 if problems else 0)
@@ -359,8 +320,8 @@ def main() -> None:
     until = time.monotonic() + 60 * options.budget
     chosen = [each for each in mutants() if each.name in options.names or not options.names]
 
-    def run(attempt: Attempt, todo: list[Mutant], reached: dict[str, list[str]]) -> None:
-        def go_on(mutant: Mutant) -> None:
+    def run(attempt: Attempt, todo: list[Change], reached: dict[str, list[str]]) -> None:
+        def go_on(mutant: Change) -> None:
             if time.monotonic() < until:
                 results.keep(mutant.name, attempt(mutant, reached[mutant.name]))
 

@@ -1,4 +1,4 @@
-"""Plant the faults of `faults.py`, one at a time, and count which are caught by the recipes and which by the tests.
+"""Plant the faults of `faults.toml`, one at a time, and count which are caught by the recipes and which by the tests.
 
     python tests/recipes/plant.py                       every fault that has no result for this commit yet
     python tests/recipes/plant.py ratio-always-one      these alone, again
@@ -23,21 +23,59 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from faults import FAULTS, Fault
-
 ROOT = Path(__file__).resolve().parents[2]
+FAULTS = Path(__file__).with_name("faults.toml")
 RESULTS = ROOT / ".cache" / "recipes" / "faults.json"
 PASSED, CAUGHT, BROKEN, NO_CATCH = "passed", "caught", "broken", "fails without a fault"
 LONGEST = 600.0
 """Seconds after which a recipe or a file of tests is ended; a fault that it hangs with is caught."""
 SIDES = ("recipes", "tests")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the product that should be noticed: in `file`, `old`, which occurs once, becomes `new`.
+
+    about: what is wrong then. recipes, tests: names of recipes and files of tests that can reach it, most likely first.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    about: str = ""
+    recipes: Sequence[str] = ()
+    tests: Sequence[str] = ()
+
+    def planted(self) -> str:
+        """Return the file with the change. Raises ValueError where what it replaces does not occur once."""
+        text = (ROOT / self.file).read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(f"{self.name}: what it replaces occurs {count} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+    def problem(self) -> str | None:
+        """Return why it cannot be planted, or is no Python then; None: it can."""
+        try:
+            compile(self.planted(), self.file, "exec")
+        except (OSError, ValueError, SyntaxError) as error:
+            return f"{self.name}: {error}"
+        return None
+
+
+def read_changes(file: Path) -> list[Change]:
+    """Read a list of changes, a table each by its name."""
+    return [Change(name, **table) for name, table in tomllib.loads(file.read_text(encoding="utf-8")).items()]
 
 
 class Outcome(NamedTuple):
@@ -118,42 +156,29 @@ def version() -> str:
 
 
 @contextmanager
-def copy(fault: Fault | None) -> Iterator[Path]:
-    """The tracked files of the working tree in a directory of their own, with a fault planted."""
+def copy(change: Change | None) -> Iterator[Path]:
+    """The tracked files of the working tree in a directory of their own, with a change planted."""
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as directory:
         root = Path(directory)
         for name in git("ls-files", "-z").split("\0"):
             if name and (ROOT / name).exists():
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(ROOT / name, root / name)
-        if fault is not None:
-            (root / fault.file).write_text(planted(fault), encoding="utf-8")
+        if change is not None:
+            (root / change.file).write_text(change.planted(), encoding="utf-8")
         yield root
 
 
-def planted(fault: Fault) -> str:
-    """A file's text with the fault in it. Raises ValueError where what is replaced does not occur once."""
-    text = (ROOT / fault.file).read_text(encoding="utf-8")
-    if (count := text.count(fault.old)) != 1:
-        raise ValueError(f"{fault.name}: what it replaces occurs {count} times in {fault.file}")
-    return text.replace(fault.old, fault.new)
-
-
-def check(faults: Iterable[Fault]) -> list[str]:
+def check(faults: Iterable[Change]) -> list[str]:
     """What is wrong with the faults: of each that cannot be planted, or names what there is not."""
     from recipes import RECIPES
 
-    problems, names = [], [fault.name for fault in FAULTS]
+    problems = []
     for fault in faults:
-        try:
-            compile(planted(fault), fault.file, "exec")
-        except (OSError, ValueError, SyntaxError) as error:
-            problems.append(f"{fault.name}: {error}")
+        problems += filter(None, [fault.problem()])
         unknown = [name for name in fault.recipes if name not in RECIPES]
         unknown += [name for name in fault.tests if not (ROOT / name).is_file()]
         problems += [f"{fault.name}: there is no {name}" for name in unknown]
-        if names.count(fault.name) > 1:
-            problems.append(f"{fault.name}: two faults have this name")
     return problems
 
 
@@ -197,7 +222,7 @@ class Count:
                 break
         return done
 
-    def add(self, fault: Fault, unplanted: Path, sides: Sequence[str]) -> None:
+    def add(self, fault: Change, unplanted: Path, sides: Sequence[str]) -> None:
         """Plant a fault and keep what came of it; of a side that is not asked for, what was known."""
         began = time.monotonic()
         with copy(fault) as root, ThreadPoolExecutor(len(SIDES)) as pool:
@@ -211,7 +236,7 @@ class Count:
         told = [f"{side}: {caught(done[side]) or '-'}" for side in sides]
         print(f"{fault.name:<26}{'   '.join(told)}", flush=True)
 
-    def missing(self, fault: Fault, sides: Iterable[str]) -> bool:
+    def missing(self, fault: Change, sides: Iterable[str]) -> bool:
         return any(side not in self.found.get(fault.name, {}) for side in sides)
 
 
@@ -230,7 +255,7 @@ def table(found: dict[str, Any]) -> str:
     """The results as Markdown, and the counts."""
     lines = ["| fault | what is wrong | caught by recipes | by tests |", "|---|---|---|---|"]
     caught_by: list[tuple[bool, bool]] = []
-    for fault in FAULTS:
+    for fault in read_changes(FAULTS):
         if fault.name not in found:
             continue
         cells = [
@@ -269,10 +294,10 @@ def main() -> None:
         "--commit", default=None, help="whose results --table prints; those of the working tree if not given"
     )
     arguments = parser.parse_args()
-    known = {fault.name: fault for fault in FAULTS}
+    known = {fault.name: fault for fault in read_changes(FAULTS)}
     if unknown := [name for name in arguments.faults if name not in known]:
         parser.error(f"no fault {unknown[0]!r}; --list prints them")
-    faults = [known[name] for name in arguments.faults] or list(FAULTS)
+    faults = [known[name] for name in arguments.faults] or list(known.values())
     if arguments.list:
         print("\n".join(f"{fault.name:<26} {fault.about}" for fault in faults))
         return
