@@ -285,8 +285,8 @@ def _changed_row(path: Path, known: Mapping[int, tuple[int, str]], recorded: str
 def _chain_problem(content: bytes, chain: bytes, *, done: bool) -> tuple[str, int]:
     """Return what is wrong with rows, and the line that shows it.
 
-    chain: a line for each row, the SHA-256 of the line before it and of the row. done: whether the stage is, so that
-    every row has its line; one that was killed may have written a row without it.
+    chain: a line for each row, the SHA-256 of the line before it and of the row. done: whether the stage is; then
+    every row has a digest. A stage that was killed may lack that of its last row.
     """
     rows = [row for row in content.splitlines(keepends=True) if row.endswith(b"\n")]
     digests = chain.splitlines(keepends=True)

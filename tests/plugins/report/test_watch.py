@@ -616,7 +616,7 @@ def test_files_tell_what_metrics_do_not(run: Path, tmp_path: Path) -> None:
     assert "By rlhf audit, all of the 1 promises that it could check hold." in said
     assert "4 of 10 held-out prompts are in the training data, too" in said
     assert "Longer completions have the higher rewards" in said
-    assert "length explains 100% of the differences" in said
+    assert "length explains 100% of the variance" in said
     assert "without a score. All of them have “red”, which none of" in said
     see = next(see for text, see in found.items() if "“red”" in text)
     shown = page(f"runs/{id}/policy/rollouts?update=1&where=judge&without=1")

@@ -78,7 +78,7 @@ class FileEvidence:
             return []
         share = both**2 / (length * reward)
         where = f"{groups:,} groups of {len(seen)} rollouts"
-        explained = f"length explains {share:.0%} of the differences between the rewards of a prompt"
+        explained = f"length explains {share:.0%} of the variance of the rewards within a prompt"
         if share < FOLLOWS:
             return [well(f"In {where}, {explained}.")]
         which = "Longer" if both > 0 else "Shorter"

@@ -102,7 +102,7 @@ def named(files: Mapping[str, str], number: int, file: str | None, texts: DataRo
 
 
 def _path_of(files: Mapping[str, str], file: str | None) -> str | None:
-    """Return the path of a row's file; None where it is not known."""
+    """Return the path of the file that a row is in; None where that is not known."""
     if file is None and len(files) == 1:
         return next(iter(files.values()))
     return files.get(os.path.basename(file or ""))
