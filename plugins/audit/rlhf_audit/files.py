@@ -255,7 +255,8 @@ def metrics(subject: Subject) -> Check:
     if recorded is None and not known and not chained:
         why = "an earlier version wrote the stage, which is not done: nothing has a hash of the rows"
         return skipped(name, why, f"{len(logged)} rows")
-    number = f"{len(logged)} rows, {len(known)} checkpoints have their hash"
+    chain = ", each with a digest" if chained else ""
+    number = f"{len(logged)} rows{chain}, {len(known)} checkpoints have their hash"
     problem, where = _changed_row(path, known, recorded)
     values = {"rows": len(logged), "checkpoints": len(known)}
     return Check(name, verdict_of(problem), number, problem, where, {} if problem else values)
