@@ -14,7 +14,7 @@ import fcntl
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,7 +36,7 @@ __all__ = ["Damaged", "RunDirectory", "StageDirectory", "open_run"]
 
 RESOLVED, EVENTS, LOCK = "pipeline.resolved.toml", "events.jsonl", ".lock"
 """Files of a run."""
-SPEC, METRICS, JOURNAL = "stage.json", "metrics.jsonl", FOLDER
+SPEC, BEFORE, METRICS, JOURNAL = "stage.json", "before.json", "metrics.jsonl", FOLDER
 """What a stage's directory has."""
 STAGE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 """A stage's name, which is the name of its directory."""
@@ -61,7 +61,7 @@ def open_run(path: str | Path, *, damaged: Callable[[Damaged], object] | None = 
         and not any(map(_is_stage, directory.iterdir()))
     ):
         raise InputError(
-            f"{path}: not a run directory, it has neither {RESOLVED} nor a stage with {METRICS}; give the `dir` of a "
+            f"{path}: not a run directory, it has neither {RESOLVED} nor a stage with {SPEC}; give the `dir` of a "
             "pipeline that ran, such as runs/first"
         )
     return run
@@ -107,8 +107,8 @@ class RunDirectory:
     def stages(self) -> tuple[StageDirectory, ...]:
         """Stages in the order of the pipeline, then others by age; some may not have begun."""
         if self.is_stage:
-            name = str(self._files.object(self.dir / SPEC).get("name") or self.dir.name)
-            return (StageDirectory(name, self.dir, {}, self._files),)
+            alone = StageDirectory(self.dir.name, self.dir, {}, self._files)
+            return (replace(alone, name=str(alone.spec.get("name") or alone.name)),)
         there = {path.name: path for path in self.dir.iterdir() if _is_stage(path)}
         tables = self._tables()
         others = sorted(there.keys() - tables.keys(), key=lambda name: there[name].stat().st_mtime)
@@ -148,9 +148,11 @@ class StageDirectory:
     def spec(self) -> Mapping[str, Any]:
         """What the stage was asked for, and how far it is: stage.json; empty where there is none.
 
+        Of a stage that failed before it did anything, what it was begun as.
+
         `trainer`, `config`, `seed`, `versions`, `state` ("running" or "done"), and what else this version records.
         """
-        return self._files.object(self.dir / SPEC)
+        return self._files.object(self.dir / SPEC) or self._files.object(self.dir / BEFORE)
 
     @property
     def trainer(self) -> str:
@@ -336,7 +338,7 @@ def _unread(path: Path, error: Exception) -> Damaged:
 
 
 def _is_stage(path: Path) -> bool:
-    return (path / SPEC).is_file() or (path / METRICS).is_file()
+    return any((path / name).is_file() for name in (SPEC, BEFORE, METRICS))
 
 
 def _raise(error: Damaged) -> NoReturn:

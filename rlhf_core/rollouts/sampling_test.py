@@ -98,7 +98,7 @@ class SamplingTest:
         self.applies = not_applicable(sampled.sampling) is None
         self.filters = filters_of(sampled.sampling)
         reader = partial(TreeReader, layout=layout, mesh=context.mesh, per="token", routes=collector.routes)
-        moments = partial(_read_moments, model.definition, sampled.sampling.temperature or 1.0)
+        moments = partial(read_moments, model.definition, sampled.sampling.temperature or 1.0)
         self.reader = reader(partial(moments, None))
         self._drawn = self.reader
         """Reads moments of what tokens are drawn from; with filters those of the policy are no use for bets."""
@@ -344,7 +344,7 @@ class SamplingTest:
         write_atomic(folder / f"{number:06d}.npz", content.getvalue(), private=True)
 
 
-def _read_moments(
+def read_moments(
     definition: Definition,
     temperature: float,
     keep: Callable[[jax.Array], jax.Array] | None,

@@ -26,13 +26,15 @@ from rlhf_audit.sampling import (
 )
 from rlhf_audit.subject import Subject
 from rlhf_audit.training import advantages, rewards, shown_rewards
-from rlhf_core import InputError, Stage
+from rlhf_core import TRAINER, InputError, Stage
 from rlhf_core import plugins as plugin_loading
+from rlhf_core.config import build
 from rlhf_core.errors import suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
 from rlhf_core.pipeline.plan import Plan, plan
 from rlhf_core.runs import Damaged, RunDirectory, StageDirectory, open_run
+from rlhf_core.stage.spec import StageSpec
 from rlhf_core.tokenizer import load_tokenizer
 
 RESOLVED = "pipeline.resolved.toml"
@@ -83,12 +85,28 @@ def failed(found: dict[str, list[Check]]) -> bool:
 
 def _plan(run: RunDirectory, host: plugin_loading.Host) -> Plan | str:
     """Return what the run was asked for; a text that says why it cannot be opened."""
-    if not (run.dir / RESOLVED).is_file():
-        return f"{run.dir} has no {RESOLVED}: a trainer was called from Python"
     try:
-        return plan(read(run.dir / RESOLVED, dir=run.dir), host)
+        if (run.dir / RESOLVED).is_file():
+            return plan(read(run.dir / RESOLVED, dir=run.dir), host)
+        return Plan(None, run.dir, 0, {}, tuple(_called_from_python(each, host) for each in run.stages))
     except InputError as error:
         return error.problems[0]
+
+
+def _called_from_python(stage: StageDirectory, host: plugin_loading.Host) -> StageSpec:
+    """Specify a trainer that was called from Python, as its stage.json has it: without objects that were in memory.
+
+    Raises InputError where its trainer or what its configuration names is not installed.
+    """
+    trainer = host.registry.get(TRAINER, stage.trainer)
+    named = {name: value for name, value in stage.config.items() if name in trainer.config.names()}
+    if "rewards" in named:
+        functions = {key for key, code in stage.spec["code"].items() if not code["owner"]}
+        rewards = enumerate(named["rewards"])
+        named["rewards"] = [reward for i, reward in rewards if f"rewards[{i}]" not in functions]
+    config = build(trainer.config, named, where=stage.name, registry=host.registry)
+    seed = int(stage.spec["seed"])
+    return StageSpec(stage.name, stage.dir, stage.dir, stage.trainer, trainer, seed, config, config, config)
 
 
 def _checks(

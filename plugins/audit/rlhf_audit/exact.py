@@ -16,7 +16,9 @@ from rlhf_audit.policies import KeptPolicies
 from rlhf_audit.sampling import far_problem, ids_of_text, test_sums
 from rlhf_audit.subject import Subject
 from rlhf_core import SAMPLER, InputError, RunError, SamplerInputs, Stage
+from rlhf_core.logprobs import NEVER
 from rlhf_core.rollouts import Rollout, SamplingTest
+from rlhf_core.rollouts.sampling_plan import filters_of, not_applicable
 from rlhf_core.rollouts.sampling_test import sum_moments
 
 LAGS = (1, 2, 3)
@@ -25,6 +27,8 @@ LATE_Z = 6.0
 """Standard errors at which an older policy fits better: an honest sampler has so many once in 10⁹."""
 SAMPLED_AGAIN = 3
 """Rollouts whose prompts our own sampler is given."""
+MOST_OUTSIDE = 0.01
+"""Share of tokens that filters do not allow: by rounding, an honest sampler has fewer."""
 LIMIT_ENCODED = math.log(1e-6)
 """The log of the probability at which shares of an honest sampler and of our own would differ so much."""
 
@@ -67,9 +71,11 @@ class ExactChecks:
     def policies(self) -> KeptPolicies | str:
         """The kept policies; a text says why there are none."""
         if not self.subject.numbers:
-            return "the stage samples nothing"
+            return "the stage sampled nothing"
         if isinstance(self.stage, str):
             return self.stage
+        if not getattr(self.stage.specification().config, "model", None):
+            return "the model was given from Python, in memory, and its directory is not known"
         try:
             return KeptPolicies(self.subject, self.stage)
         except (InputError, RunError) as error:
@@ -108,32 +114,54 @@ class ExactChecks:
     def sampling_test(self) -> Check:
         """Make the sampling test with the policies that sampled, where these are kept."""
         name, read = "sampling test, exact", self.read
-        if isinstance(read, str):
-            return skipped(name, read)
-        if self.subject.filtered:
-            return skipped(name, f"{self.subject.filtered} draws from another distribution than the policy's")
+        if isinstance(read, str) or isinstance(self.policies, str):
+            return skipped(name, str(read))
+        sampling = self.policies.config.sampling
+        reason = not_applicable(sampling)
+        if reason is not None:
+            return skipped(name, reason)
         if any(each.rollout.rounds > 1 and each.rollout.dropped is None for each in read):
             return skipped(
                 name, "the journal lacks the groups that dynamic_sampling dropped by their rewards"
             )
         tolerance = float(self.subject.option("limits.surprisal_gap") or 0.0)
-        sums = {each.rollout.number: self._sums(each, tolerance) for each in read}
+        filters, outside = filters_of(sampling), 0
+        sums = {}
+        for each in read:
+            sums[each.rollout.number], left_out = self._sums(each, tolerance, filters=bool(filters))
+            outside += left_out
         tested = test_sums(name, self.subject, sums)
         number = f"{tested.number}, {len(read)} of {len(self.subject.numbers)} rollouts"
+        if filters:
+            number += f"; {outside:,} further tokens are none that {' and '.join(filters)} allow"
+        if outside > MOST_OUTSIDE * (tested.values["tokens"] + outside):
+            where = str(self.subject.dir / "journal")
+            return Check(name, FAIL, number, "the sampler filters otherwise, or not at all", where)
         if not tolerance:
             return skipped(name, "limits.surprisal_gap = 0: the bets have no tolerance for rounding", number)
         return Check(name, tested.verdict, number, tested.why, tested.where, tested.values)
 
-    def _sums(self, each: Read, tolerance: float) -> NDArray[np.float64]:
-        """Sum the moments of all tokens sampled for a rollout, dropped groups included, by engine and version."""
+    def _sums(self, each: Read, tolerance: float, *, filters: bool) -> tuple[NDArray[np.float64], int]:
+        """Sum the moments of all tokens sampled for a rollout, dropped groups included, by engine and version.
+
+        filters: whether tokens are left out of what is drawn from. Returns the sums, and the number of tokens that are
+        not among those that are left, of which nothing is summed.
+        """
         assert isinstance(self.policies, KeptPolicies)
-        places, moments = [_places(each.rollout, each.version, each.tokens)], [each.moments]
-        if (dropped := each.rollout.dropped) is not None:
-            tokens = SamplingTest.sampled(dropped)
-            places.append(_places(dropped, each.version, tokens))
-            moments.append(self.policies.moments(each.version, dropped, tokens))
+        places, moments = [], []
+        for part in (each.rollout, each.rollout.dropped):
+            if part is None:
+                continue
+            tokens = SamplingTest.sampled(part)
+            if part is each.rollout and not filters:
+                moments.append(each.moments)
+            else:
+                moments.append(self.policies.moments(each.version, part, tokens, filters=filters))
+            places.append(_places(part, each.version, tokens))
         joined = {name: np.concatenate([part[name] for part in moments]) for name in each.moments}
-        return sum_moments(np.concatenate(places), joined, tolerance)
+        inside = joined["surprisal/logps"] > NEVER / 2
+        kept = {name: values[inside] for name, values in joined.items()}
+        return sum_moments(np.concatenate(places)[inside], kept, tolerance), int((~inside).sum())
 
     def policy_that_sampled(self) -> Check:
         """Compare what the sampler said of its tokens with what every kept policy thinks of them.

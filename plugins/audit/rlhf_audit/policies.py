@@ -20,9 +20,10 @@ from rlhf_core.checkpoint import Checkpoints
 from rlhf_core.fit import TreeReader
 from rlhf_core.mesh import row_multiple
 from rlhf_core.models import Model, join
-from rlhf_core.objective import trained_moments
 from rlhf_core.packing import MICRO_BATCH_TOKENS, Tree, choose_layout
 from rlhf_core.rollouts import Rollout
+from rlhf_core.rollouts.sampling_test import read_moments
+from rlhf_core.sampling.filters import filtered
 from rlhf_core.training import OnDevices
 
 PUBLISHED = re.compile(r"policy-v(\d+)")
@@ -103,11 +104,11 @@ class KeptPolicies:
         return self.first.with_params(placed)
 
     def moments(
-        self, version: int, rollout: Rollout, mask: NDArray[np.bool_]
+        self, version: int, rollout: Rollout, mask: NDArray[np.bool_], *, filters: bool = False
     ) -> dict[str, NDArray[np.float32]]:
         """Compute the moments of tokens under a policy: {name of Moments: float32 [tokens]}, in the mask's order.
 
-        mask: bool [N, C].
+        mask: bool [N, C]. filters: under what the filters of sampling leave of the policy.
         """
         model = self.open(version)
         trees = [
@@ -116,13 +117,14 @@ class KeptPolicies:
             for branch, weights in zip(tree.branches, tree.weights or (), strict=True)
             if weights.any()
         ]
-        reader = self._reader(model, trees)
+        reader = self._reader(model, trees, filters=filters)
         found = reader(model.params, trees)
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
-    def _reader(self, model: Model, trees: list[Tree]) -> TreeReader:
+    def _reader(self, model: Model, trees: list[Tree], *, filters: bool) -> TreeReader:
         """Make what reads trees with models of a definition, in rows that suit the first trees."""
-        if model.definition not in self._readers:
+        key = model.definition, filters
+        if key not in self._readers:
             sizes = [len(tree.prefix) + len(tree.branches[0]) for tree in trees]
             layout = choose_layout(
                 sizes,
@@ -133,14 +135,11 @@ class KeptPolicies:
                 row_multiple=row_multiple(model.mesh),
                 updates=1,
             )
-            read = partial(_read, model.definition, self.config.sampling.temperature)
-            self._readers[model.definition] = TreeReader(read, layout, model.mesh, per="token")
-        return self._readers[model.definition]
-
-
-def _read(definition: Any, temperature: float, params: Any, batch: Any) -> dict[str, jax.Array]:
-    """Compute the moments of trained tokens by name, float32 [rows, trained]."""
-    return trained_moments(definition, params, batch, temperature=temperature or 1.0).named()
+            sampling = self.config.sampling
+            keep = partial(filtered, options=sampling) if filters else None
+            read = partial(read_moments, model.definition, sampling.temperature or 1.0, keep)
+            self._readers[key] = TreeReader(read, layout, model.mesh, per="token")
+        return self._readers[key]
 
 
 def _described(shape: str) -> jax.ShapeDtypeStruct:

@@ -94,7 +94,7 @@ def sampling_test(subject: Subject) -> Check:
     """
     name = "sampling test"
     if not subject.numbers:
-        return skipped(name, "the stage samples nothing")
+        return skipped(name, "the stage sampled nothing")
     files = {}
     for number in subject.numbers:
         with suppress(Damaged):
@@ -261,7 +261,7 @@ def ages(subject: Subject) -> Check:
     """Check how old the policies were that sampled, against what `rollouts_ahead` allows."""
     name = "ages of policies"
     if not subject.numbers:
-        return skipped(name, "the stage samples nothing")
+        return skipped(name, "the stage sampled nothing")
     each = subject.updates_per_rollout
     if each is None:
         return skipped(name, "fewer than two rollouts")
@@ -290,7 +290,7 @@ def equal_completions(subject: Subject) -> Check:
     """
     name = "equal completions"
     if not subject.numbers:
-        return skipped(name, "the stage samples nothing")
+        return skipped(name, "the stage sampled nothing")
     if subject.filtered:
         return skipped(name, f"{subject.filtered} draws from another distribution than the policy's")
     logs = np.zeros(len(SHARES))
@@ -373,7 +373,7 @@ def encoded_again(subject: Subject, tokenizer: Any) -> Check:
     """
     name = "ids against their text"
     if not subject.numbers:
-        return skipped(name, "the stage samples nothing")
+        return skipped(name, "the stage sampled nothing")
     if tokenizer is None:
         return skipped(name, "the tokenizer of the policy cannot be opened")
     differ = total = 0

@@ -27,7 +27,9 @@ def advantages(subject: Subject, stage: Stage | str) -> Check:
     """Compute the advantages of the rollouts that were shown again, from the journal's rewards."""
     name = "advantages"
     component = subject.config.get("advantage")
-    if not subject.numbers or not isinstance(component, Mapping):
+    if not subject.numbers:
+        return skipped(name, "the stage sampled nothing")
+    if not isinstance(component, Mapping):
         return skipped(name, "the trainer has no advantages")
     if isinstance(stage, str):
         return skipped(name, stage)
@@ -89,13 +91,17 @@ def _mean_advantage(rollout: Rollout, row: int) -> float:
 def rewards(subject: Subject, stage: Stage | str, *, call: bool) -> Check:
     """Call the rewards of some completions again, twice. call: those that cost something, too."""
     name = "rewards"
-    if not subject.numbers or not subject.config.get("rewards"):
+    if not subject.numbers:
+        return skipped(name, "the stage sampled nothing")
+    if not subject.config.get("rewards"):
         return skipped(name, "no reward function is named in the configuration")
     if isinstance(stage, str):
         return skipped(name, stage)
     if subject.config.get("environment") is not None:
         return skipped(name, "the rewards of episodes come from their world")
     config: Any = stage.specification().config
+    if len(config.rewards) < len(subject.config["rewards"]):
+        return skipped(name, "functions that were given from Python, in memory, are not called again")
     try:
         functions = open_rewards(config.rewards, stage)
     except InputError as error:

@@ -8,10 +8,13 @@ import zipfile
 import numpy as np
 import pytest
 from rlhf_audit import audit
+from rlhf_grpo import GRPOConfig, GRPOTrainer
 
 from rlhf_core import load_model, run_pipeline
+from rlhf_core.errors import RunError
+from rlhf_core.runs import open_run
 from tests.shared.pipelines import change_record
-from tests.shared.sampled_values import write_values
+from tests.shared.sampled_values import read, write_values
 
 FILE = """
 dir = "run"
@@ -112,6 +115,67 @@ def test_exact_values_are_those_of_float64(run, honest, tiny):
     finally:
         (run.parent / "gone").rename(honest.parent / "lm")
     assert "lm" in why
+
+
+class OnlyLikeliest:
+    """A model whose logits leave out all but the three likeliest tokens."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def logits(self, *batch):
+        logits = np.asarray(self.model.logits(*batch))
+        return np.where(logits >= np.sort(logits, -1)[..., -3:-2], logits, -1e30)
+
+
+def from_python(place, **inputs):
+    options = {"top_k": 3, "learning_rate": 1e-12, "weight_decay": 0.0, "max_training_steps": 2}
+    config = GRPOConfig(
+        save_directory=str(place / "grpo"),
+        total_batch_size=16,
+        num_generations=4,
+        max_completion_length=6,
+        **options,
+    )
+    inputs = {"train_dataset": str(place / "prompts.jsonl"), "model": str(place / "lm"), **inputs}
+    GRPOTrainer(config, **inputs).train()
+
+
+def test_exact_takes_filters_and_trainers_called_from_python(honest, tiny):
+    """Under what top_k = 3 leaves, in float64; and with another top_k, of which the sampler knew nothing."""
+    place = honest.parent
+    with pytest.warns(UserWarning, match="from a filtered distribution"):
+        from_python(place, rewards=[lambda completions: [len(text) for text in completions]])
+    found = {check.name: check for check in audit(place / "grpo", exact=True)["grpo"]}
+    assert "given from Python" in found["rewards"].why
+    assert found["advantages"].verdict == "pass"
+    exact = found["sampling test, exact"]
+    (stage,) = open_run(place / "grpo").stages
+    model = OnlyLikeliest(load_model(place / "lm", mesh=tiny.one_device()))
+    every = read(next(stage.rollouts()).rollout, model)
+    assert exact.verdict == "pass"
+    assert exact.number.endswith("1 of 2 rollouts; 0 further tokens are none that sampling.top_k allow")
+    assert exact.values["tokens"] == len(every)
+    np.testing.assert_allclose(exact.values["gap"], (-every[:, 0] - every[:, 1]).mean(), atol=1e-5)
+    sampling = {**stage.config["sampling"], "top_k": 2}
+    change_record(place / "grpo" / "stage.json", config={**stage.config, "sampling": sampling})
+    exact = {check.name: check for check in audit(place / "grpo", exact=True)["grpo"]}["sampling test, exact"]
+    assert (exact.verdict, exact.why) == ("FAIL", "the sampler filters otherwise, or not at all")
+
+
+@pytest.mark.filterwarnings("ignore:.*filtered distribution")
+def test_a_trainer_from_python_that_stops_at_once_is_audited(honest, tmp_path):
+    """It wrote no row, and has nothing that could fail."""
+
+    def broken(completions):
+        raise ValueError("broken")
+
+    shutil.copytree(honest.parent / "lm", tmp_path / "lm")
+    shutil.copy(honest.parent / "prompts.jsonl", tmp_path)
+    with pytest.raises(RunError, match="broken"):
+        from_python(tmp_path, rewards=[broken])
+    (checked,) = audit(tmp_path / "grpo", exact=True).values()
+    assert {check.verdict for check in checked} == {"pass", "not applicable"}
 
 
 def journal(run, number):

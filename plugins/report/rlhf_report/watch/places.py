@@ -53,7 +53,7 @@ def _runs(directory: Path, depth: int, problems: list[str]) -> Iterator[Path]:
 def _is_stage(path: Path) -> bool:
     # Unlike Path.is_file, this takes a folder that may not be read for one without the file: it is named when it is
     # looked into, and does not hide those beside it.
-    return os.path.isfile(path / "stage.json") or os.path.isfile(path / "metrics.jsonl")
+    return any(os.path.isfile(path / name) for name in ("stage.json", "before.json", "metrics.jsonl"))
 
 
 def links_that_leave(run: Path) -> list[Path]:
