@@ -1,9 +1,10 @@
 """How the sampling test judges an honest sampler, whatever is selected: the distribution of z, and the largest M.
 
-    python tests/recipes/clean.py [--seeds 3] [--updates 40] [DIR]
+    python tests/recipes/clean.py [--seeds 3] [--updates 40] [--also NAME=STAGE…]… [DIR]
 
 One pipeline per seed: the recipes' base, and a policy that learns from it for every kind of selection, until nearly all
-of its replies are right. z would be biased if the test saw only what is kept.
+of its replies are right. z would be biased if the test saw only what is kept. `--also "tools=runs/tools-*/policy"` is a
+line about stages of other pipelines that logged every update.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import data
@@ -89,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Judge honest rollouts by the sampling test.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=40, help="of each policy")
+    parser.add_argument("--also", action="append", default=[], metavar="NAME=STAGE…", help="finished stages")
     parser.add_argument("directory", type=Path, nargs="?")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="clean-") as name:
@@ -98,11 +101,15 @@ def main() -> None:
             own.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, "-m", "rlhf_core.cli", "run", str(write(own, seed, given.updates))]
             subprocess.run(command, cwd=own, check=True, stdout=subprocess.DEVNULL)
-        print(table(directory), end="")
+        kinds = {name.replace("-", " "): sorted(directory.glob(f"*/run/{name}")) for name in KINDS}
+        for also in given.also:
+            named, _, pattern = also.partition("=")
+            kinds[named] = sorted(Path().glob(pattern))
+        print(table(kinds), end="")
 
 
-def table(directory: Path) -> str:
-    """Return the lines of Markdown that trust.md has."""
+def table(kinds: Mapping[str, Sequence[Path]]) -> str:
+    """Return the lines of Markdown that trust.md has. kinds: {name: stages}."""
     heads = [
         "what is kept",
         "rollouts",
@@ -114,13 +121,13 @@ def table(directory: Path) -> str:
     ]
     lines = [heads, ["---"] * len(heads)]
     every: list[dict[str, float]] = []
-    for name in KINDS:
+    for name, stages in kinds.items():
         rows, last = [], []
-        for metrics in sorted(directory.glob(f"*/run/{name}/metrics.jsonl")):
-            found = [json.loads(line) for line in metrics.read_text().splitlines()]
+        for stage in stages:
+            found = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
             rows += [row for row in found if "sampling/surprisal_z" in row]
             last += [row["reward"] for row in found[-5:] if "reward" in row]
-        lines.append(line(name.replace("-", " "), rows, float(np.mean(last))))
+        lines.append(line(name, rows, float(np.mean(last))))
         every += rows
     lines.append(line("together", every, math.nan))
     return "".join(f"| {' | '.join(each)} |\n" for each in lines)

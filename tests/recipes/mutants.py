@@ -42,7 +42,7 @@ OWN, ANY, LONG, SURVIVED = "its own package", "another's tests", "make test-long
 PENDING = "not by the tests of make test that execute it; others are to follow"
 SHORT = "not exhaustive and not long and not launchers and not engines and not pages"
 LONGER = "long and not exhaustive and not launchers and not engines and not pages"
-LONGEST = 600.0
+LONGEST = 240.0
 """Seconds without a test's end after which tests are ended; a mutant that they hang with is found."""
 PROBE = """
 import os
