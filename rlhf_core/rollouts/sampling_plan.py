@@ -34,7 +34,7 @@ class SamplingTestOptions:
 
 
 EVERY = 8
-"""With filters, one of so many prompts is read, in a pass of its own."""
+"""In a pass of the test's own, which filters need as well, one of so many prompts is read."""
 
 
 def filters_of(sampling: SamplingOptions) -> list[str]:
@@ -65,6 +65,8 @@ def plan(options: SamplingTestOptions, sampling: SamplingOptions, *, ahead: int,
     filters = " and ".join(filters_of(sampling))
     if filters:
         line = f"sampling test: one of {EVERY} prompts, in a further pass without gradient, with {filters}"
+    elif options.read_by == "test":
+        line = f"sampling test: one of {EVERY} prompts, in {pass_}"
     else:
         line = f"sampling test: every sampled token, in {pass_}"
     if options.also:

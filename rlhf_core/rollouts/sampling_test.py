@@ -82,7 +82,8 @@ class SamplingTest:
 
     A trainer gives the test to `RolloutUpdates`, with `RolloutOptions.test` for how it is made. That is all, unless a
     pass of the trainer's reads the moments: it then says so in `prepare`, with `add`, and has `actions` among its own.
-    Tokens that are not added are read by the test, in rows of `layout`, before the rollout's first update.
+    Tokens that are not added are read by the test, in rows of `layout`, before the rollout's first update; where no
+    pass of the trainer's reads any, those of one of EVERY prompts.
 
     With rollouts ahead, bets are on `Rollout.draws` alone, where the sampler has these.
 
@@ -176,6 +177,8 @@ class SamplingTest:
         """
         assert self._rollout is not None
         left = self._sampled & ~self._known
+        if self.options.read_by == "test":
+            left &= _of_chosen_prompts(self._rollout, self._rollout.number)
         if left.any():
             self.add(left, self.reader(params, self._trees(self._rollout, left)))
         for part, tokens in self._besides():
@@ -200,21 +203,17 @@ class SamplingTest:
 
     def _besides(self) -> list[tuple[Rollout, NDArray[np.bool_]]]:
         """Return whose tokens, bool [N, C], are to be read besides: of what dynamic sampling left out, and with filters
-        those of some prompts alone, which go by their numbers, since a choice that sees what was sampled would make
-        bets unfair.
+        those of some prompts alone.
         """
         rollout = self._rollout
         assert rollout is not None
         dropped = [] if rollout.dropped is None else [rollout.dropped]
         if not self.applies:
             return []
-        if not self.filters:
-            return [(part, self.sampled(part)) for part in dropped]
-        found = []
-        for part in (rollout, *dropped):
-            chosen = np.repeat(part.prompts % EVERY == rollout.number % EVERY, part.group)
-            found.append((part, self.sampled(part) & chosen[:, None]))
-        return found
+        parts = [rollout, *dropped] if self.filters else dropped
+        if not self.filters and self.options.read_by != "test":
+            return [(part, self.sampled(part)) for part in parts]
+        return [(part, self.sampled(part) & _of_chosen_prompts(part, rollout.number)) for part in parts]
 
     def _finish(self) -> dict[str, float]:
         """Write the rollout's values and return its metrics; there are none where the test is not applicable.
@@ -228,8 +227,8 @@ class SamplingTest:
         if self.applies:
             parts = self._further
             if not self.filters:
-                own = {name: values[self._sampled] for name, values in self._found.items()}
-                parts = [(_places(rollout, self._sampled), own), *parts]
+                own = {name: values[self._known] for name, values in self._found.items()}
+                parts = [(_places(rollout, self._known), own), *parts]
             places = np.concatenate([np.zeros((0, 2), np.int64), *(place for place, _ in parts)])
             moments = {name: _joined([found[name] for _, found in parts]) for name in MOMENTS}
             if self.filters and len(places):
@@ -362,6 +361,14 @@ def remove_from(folder: Path, number: int) -> None:
     for path in folder.glob("*.npz"):
         if path.stem.isdecimal() and int(path.stem) >= number:
             attempt(path.unlink, path.name, path)
+
+
+def _of_chosen_prompts(rollout: Rollout, number: int) -> NDArray[np.bool_]:
+    """Mark the completions of one of EVERY prompts, bool [N, 1].
+
+    They go by their numbers and the rollout's, since a choice that sees what was sampled would make bets unfair.
+    """
+    return np.repeat(rollout.prompts % EVERY == number % EVERY, rollout.group)[:, None]
 
 
 def _places(rollout: Rollout, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:

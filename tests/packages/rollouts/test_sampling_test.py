@@ -160,6 +160,7 @@ def test_sums_and_evidence_are_by_engine() -> None:
             (0, 0),
             "one of 8 .* sampling.top_k and .*min_p; stops",
         ),
+        ((0.02, "test"), {}, (0, 0), "one of 8 prompts, in a pass without gradient before .*; stops"),
         ((0.02, "update"), {"repetition_penalty": 1.1}, (0, 0), "not applicable: .* sampling.repetition_pen"),
     ],
     ids=lambda value: str(value)[:30],
