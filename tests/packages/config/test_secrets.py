@@ -61,6 +61,12 @@ def test_an_option_is_read_from_the_environment_when_the_component_is_made(
     assert judge.api_key == judge.anything == judge.headers["Authorization"] == "canary-scrub-51c2"
     assert judge.pin.get_secret_value() == "canary-scrub-51c2"
     assert scrub("401 for key canary-scrub-51c2.") == f"401 for key {HIDDEN}."
+    monkeypatch.setenv("A_NAME_THAT_SAYS_NOTHING", "web-of-words")
+    assert (
+        registry.get(REWARD, "grader", anything={"env": "A_NAME_THAT_SAYS_NOTHING"}).anything
+        == "web-of-words"
+    )
+    assert scrub("401 for web-of-words.") == f"401 for {HIDDEN}."
     # An option that takes such a table keeps it.
     assert registry.get(REWARD, "grader", table=env).table == env
 
@@ -139,12 +145,14 @@ def test_messages_hide_secrets_of_the_environment_however_they_quote_them(
     monkeypatch.setenv("HF_TOKEN", "hf_canary")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "falsefalse")
     monkeypatch.setenv("A_TOKEN", "short")
+    monkeypatch.setenv("B_TOKEN", "barely")
     for message in (
         f"refused {secret}",
         f"{KeyError(secret)}",
         json.dumps({"key": secret}),
         f"?key={quote(secret, safe='')}",
         "hf_canary",
+        "barely",
     ):
         assert scrub(message) != message
         assert "b" not in scrub(message).replace(HIDDEN, "")

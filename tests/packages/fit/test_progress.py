@@ -44,6 +44,7 @@ def test_a_run_whose_epochs_ended_early_continues(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rows": 4}, r"stage 'policy'\.train_data: it had 5 rows for training and has 4 now"),
+        ({"rows": 6}, r"it had 5 rows for training and has 6 now"),
         (
             {"total": 9, "num_train_epochs": 3},
             r'num_train_epochs: then 2, now 3: scheduler = "linear" spreads',
