@@ -85,6 +85,10 @@ def test_the_summary_is_complete_and_its_table_fits_80_columns_without_colour(
         assert words in text
     for example in finished.summary["examples"]:
         assert example["prompt"] in text
+    ends = [line.split()[-1] for line in text.splitlines() if line.startswith(("before ", "after "))]
+    sides = [example[side] for example in summary["examples"] for side in ("before", "after")]
+    said = ["wrong" if side["mistakes"] else "right" for side in sides]
+    assert [end for end in ends if end in ("wrong", "right")] == said
 
 
 @pytest.mark.long
