@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rlhf_core.errors import RunError, warn
 from rlhf_core.fit import Action
 from rlhf_core.logprobs import NEVER
+from rlhf_core.mesh import row_multiple
 from rlhf_core.objective import trained_moments
 from rlhf_core.reading import TreeReader
 from rlhf_core.rollouts.rollout import Rollout
@@ -26,6 +27,7 @@ from rlhf_core.surprisal import LAMBDAS, MOMENTS, log_bets
 
 if TYPE_CHECKING:
     import jax
+    from jax.sharding import Mesh
 
     from rlhf_core.fit.actions import Moment
     from rlhf_core.models import Definition, Model
@@ -98,13 +100,14 @@ class SamplingTest:
         self.collector, self.options = collector, options
         self.applies = not_applicable(sampled.sampling) is None
         self.filters = filters_of(sampled.sampling)
-        reader = partial(TreeReader, layout=layout, mesh=context.mesh, per="token", routes=collector.routes)
+        few = context.on_mesh(partial(_for_chosen_prompts, layout, context.mesh))
+        reader = partial(TreeReader, mesh=context.mesh, per="token", routes=collector.routes)
         moments = partial(read_moments, model.definition, sampled.sampling.temperature or 1.0)
-        self.reader = reader(partial(moments, None))
+        self.reader = reader(partial(moments, None), few if options.read_by == "test" else layout)
         self._drawn = self.reader
         """Reads moments of what tokens are drawn from; with filters those of the policy are no use for bets."""
         if self.filters:
-            self._drawn = reader(partial(moments, partial(filtered, options=sampled.sampling)))
+            self._drawn = reader(partial(moments, partial(filtered, options=sampled.sampling)), few)
         if options.read_by == "test":
             context.ahead(self.reader.compile, model.params)
         at_hand = not sampled.ahead or hasattr(collector.sampler, "draws")
@@ -369,6 +372,12 @@ def _of_chosen_prompts(rollout: Rollout, number: int) -> NDArray[np.bool_]:
     They go by their numbers and the rollout's, since a choice that sees what was sampled would make bets unfair.
     """
     return np.repeat(rollout.prompts % EVERY == number % EVERY, rollout.group)[:, None]
+
+
+def _for_chosen_prompts(layout: Layout, mesh: Mesh) -> Layout:
+    """Return a layout with as many fewer rows per micro-batch as prompts are chosen."""
+    multiple = row_multiple(mesh)
+    return layout._replace(rows=tuple(-(-rows // (EVERY * multiple)) * multiple for rows in layout.rows))
 
 
 def _places(rollout: Rollout, tokens: NDArray[np.bool_]) -> NDArray[np.int64]:
