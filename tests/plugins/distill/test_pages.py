@@ -39,6 +39,6 @@ def test_the_page_can_be_followed(repository: Path, place: Path, tiny: ModuleTyp
     listed = {line.split("`")[1] for line in shown.splitlines() if line.startswith("| `")}
     named = {name.removeprefix("eval_") for row in logged["small"] for name in row}
     assert {name for name in named if name.startswith(UNIQUE)} <= listed
-    # The sampling test says what is outside of filters where there are filters.
-    assert {name for name in listed if "terminated" not in name and name != "sampling/outside"} <= named
+    # The sampling test reads one of eight prompts, which these few rollouts may not have.
+    assert {name for name in listed if "terminated" not in name and not name.startswith("sampling/")} <= named
     assert not any(name.startswith("completions/") for name in logged["supervised"][-1])
