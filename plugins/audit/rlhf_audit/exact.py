@@ -133,7 +133,7 @@ class ExactChecks:
         tested = test_sums(name, self.subject, sums)
         number = f"{tested.number}, {len(read)} of {len(self.subject.numbers)} rollouts"
         if filters:
-            number += f"; {outside:,} further tokens are none that {' and '.join(filters)} allow"
+            number += f"; {outside:,} more tokens are outside {' and '.join(filters)}"
         if outside > MOST_OUTSIDE * (tested.values["tokens"] + outside):
             where = str(self.subject.dir / "journal")
             return Check(name, FAIL, number, "the sampler filters otherwise, or not at all", where)
@@ -142,10 +142,10 @@ class ExactChecks:
         return Check(name, tested.verdict, number, tested.why, tested.where, tested.values)
 
     def _sums(self, each: Read, tolerance: float, *, filters: bool) -> tuple[NDArray[np.float64], int]:
-        """Sum the moments of all tokens sampled for a rollout, dropped groups included, by engine and version.
+        """Sum the moments of a rollout's sampled tokens, dropped groups included, by engine and version.
 
-        filters: whether tokens are left out of what is drawn from. Returns the sums, and the number of tokens that are
-        not among those that are left, of which nothing is summed.
+        filters: whether they are read under what the filters of sampling leave of the policy. Returns the sums, and the
+        number of sampled tokens that these filters do not allow, which are left out of the sums.
         """
         assert isinstance(self.policies, KeptPolicies)
         places, moments = [], []

@@ -142,7 +142,7 @@ def from_python(place, **inputs):
 
 
 def test_exact_takes_filters_and_trainers_called_from_python(honest, tiny):
-    """Under what top_k = 3 leaves, in float64; and with another top_k, of which the sampler knew nothing."""
+    """The gap is that of float64 under what top_k = 3 leaves; a sampler that used another top_k fails."""
     place = honest.parent
     with pytest.warns(UserWarning, match="from a filtered distribution"):
         from_python(place, rewards=[lambda completions: [len(text) for text in completions]])
@@ -154,7 +154,7 @@ def test_exact_takes_filters_and_trainers_called_from_python(honest, tiny):
     model = OnlyLikeliest(load_model(place / "lm", mesh=tiny.one_device()))
     every = read(next(stage.rollouts()).rollout, model)
     assert exact.verdict == "pass"
-    assert exact.number.endswith("1 of 2 rollouts; 0 further tokens are none that sampling.top_k allow")
+    assert exact.number.endswith("1 of 2 rollouts; 0 more tokens are outside sampling.top_k")
     assert exact.values["tokens"] == len(every)
     np.testing.assert_allclose(exact.values["gap"], (-every[:, 0] - every[:, 1]).mean(), atol=1e-5)
     sampling = {**stage.config["sampling"], "top_k": 2}
