@@ -112,7 +112,8 @@ class Pins:
     def _warn_of_newer(self, written: str, name: HubName) -> None:
         kept = parse(self.recorded[written]).revision or ""
         with suppress(InputError):  # no connection
-            if (newest := _commit(name)) != kept:
+            newest = _commit(name)
+            if newest != kept:
                 warn(
                     f"{written} is at commit {newest[:12]} now; the run keeps to {kept[:12]}, with which it began. "
                     "Another --dir takes the new one"
@@ -172,7 +173,8 @@ _REASONS = {
 
 def _refused(name: HubName, error: Exception) -> InputError:
     for kind in type(error).__mro__:
-        if reason := _REASONS.get(kind.__name__):
+        reason = _REASONS.get(kind.__name__)
+        if reason:
             return InputError(f"{name}: {reason}")
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return InputError(

@@ -453,7 +453,8 @@ class Scorer:
         first: dict[tuple[int, bytes], int] = {}
         scores = scores[[first.setdefault((i // group, ids.tobytes()), i) for i, ids in enumerate(fitted)]]
         empty = np.array([len(ids) == 0 for ids in sequences], bool)
-        if bad := np.flatnonzero(~np.isfinite(scores) & ~empty).tolist():
+        bad = np.flatnonzero(~np.isfinite(scores) & ~empty).tolist()
+        if bad:
             raise nonfinite_output_error(
                 self.model.definition,
                 self.model.params,
@@ -474,7 +475,10 @@ class Scorer:
                 f"sequences {', '.join(odd[:5])} to score have token ids out of range (vocab_size {size}): use "
                 f"the tokenizer it was trained with"
             )
-        if limit is None or not (long := sum(len(ids) > limit for ids in fitted)):
+        if limit is None:
+            return fitted
+        long = sum(len(ids) > limit for ids in fitted)
+        if not long:
             return fitted
         warn(
             f"{long:,} of {len(fitted):,} sequences are longer than the {limit} tokens the reward model was "

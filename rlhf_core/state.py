@@ -210,7 +210,8 @@ def _find_fixed(
     for name, model in models.items():
         found = _both(params, found, _under(name, find_fixed(model.params, None, model.definition)))
     if isinstance(frozen, Mapping):
-        if unknown := [name for name in frozen if name not in models]:
+        unknown = [name for name in frozen if name not in models]
+        if unknown:
             raise InputError(f"frozen: no model is called '{unknown[0]}'.{suggest(unknown[0], models)}")
         for name, patterns in frozen.items():
             each = named(models[name].params, patterns, models[name].definition)

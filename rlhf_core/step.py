@@ -332,11 +332,13 @@ class Programs:
         """
         for batch, follows in calls:
             follows = follows or self._from_zero
-            if (name := _program_name(batch, follows)) in self._ahead:
+            name = _program_name(batch, follows)
+            if name in self._ahead:
                 continue
             self._ahead.compile(name, self.lower(state, batch, follows))
-            if self._counts is not None and (name := _program_name(batch, "count")) not in self._ahead:
-                self._ahead.compile(name, self.lower_count(state, batch))
+            counting = _program_name(batch, "count")
+            if self._counts is not None and counting not in self._ahead:
+                self._ahead.compile(counting, self.lower_count(state, batch))
             if "apply" not in self._ahead:
                 self._ahead.compile("apply", self.lower_apply(state))
 

@@ -252,9 +252,8 @@ def explain(
         message = f"expected {_either(wants)}, got {format_value(inputs[path])}"
         if isinstance(inputs[path], str):
             choices = [word.strip("'") for want in wants for word in want.split() if word.startswith("'")]
-            message += (
-                "." + hint if (hint := suggest(inputs[path], (c.rstrip("',") for c in choices))) else ""
-            )
+            hint = suggest(inputs[path], (choice.rstrip("',") for choice in choices))
+            message += f".{hint}" if hint else ""
             message += f"; write [{format_value(inputs[path])}]" if wants == ["a list"] else ""
         problems.append(Problem(path, message))
     # A problem inside a table says more than that the table fitted no arm of a union.
@@ -387,7 +386,8 @@ def format_value(value: Any) -> str:
 def unknown_name(name: str, known: Iterable[str], what: str) -> str:
     """Write `unknown WHAT.` with the closest known name, or with all of them, of many the nearest, if none is close."""
     names = sorted(set(known))
-    if hint := suggest(name, names):
+    hint = suggest(name, names)
+    if hint:
         return f"unknown {what}.{hint}"
     if len(names) > MOST_LISTED:
         nearest = get_close_matches(name, names, 5, 0.0)

@@ -75,7 +75,8 @@ def artifact_kinds(cls: type[BaseModel], path: str) -> tuple[str, ...]:
         field = None if inner is None else inner.model_fields.get(name)
         inner = None if field is None else table_in(field.annotation)
     field = None if inner is None else inner.model_fields.get(last)
-    if field is not None and (kinds := noted_kinds(field)):
+    kinds = () if field is None else noted_kinds(field)
+    if kinds:
         return kinds
     return (USUAL_KINDS[last],) if last in USUAL_KINDS else ()
 

@@ -67,7 +67,8 @@ def check_kwargs(value: dict[str, Any]) -> dict[str, Any]:
     # Imported here, as below: this takes as long as everything else that a list of plugins needs.
     from rlhf_core.tokenizer.options import kwargs_problem
 
-    if problem := kwargs_problem(value):
+    problem = kwargs_problem(value)
+    if problem:
         raise ValueError(problem)
     return value
 

@@ -64,7 +64,8 @@ class Kind(Generic[T]):
                 "of a constant with an underscore; make an option a field of the dataclass"
             )
         for name in sorted((set(options) | _state(thing)) - set(self.attributes)):
-            if meant := get_close_matches(name, self.attributes, n=1, cutoff=ALIKE):
+            meant = get_close_matches(name, self.attributes, n=1, cutoff=ALIKE)
+            if meant:
                 yield f"'{name}' is nearly '{meant[0]}', which the trainer reads; write that, or choose another name"
         for name in self.attributes:
             if hasattr(_value(thing, name, ""), "__get__"):

@@ -41,7 +41,8 @@ def list_problem(row: Mapping[str, Any], name: str) -> str | None:
     if not len(value):
         return f"'{name}' is an empty list: at least one chosen and one rejected completion are compared"
     for number, item in enumerate(value, 1):
-        if problem := _completion_problem(item):
+        problem = _completion_problem(item)
+        if problem:
             return f"completion {number} of '{name}' {problem}"
     return None
 

@@ -262,7 +262,8 @@ def normalise_conversations(table: Table) -> Table:
     """
     kinds, names, remarks = table.kinds, dict[str, str](), list[str]()
     chats = {name: kinds[name] for name in CONVERSATIONS if name in kinds}
-    if "messages" not in kinds and (kind := chats.get("conversations")) and (kind.lists or kind.json_texts):
+    other = chats.get("conversations")
+    if "messages" not in kinds and other and (other.lists or other.json_texts):
         names["conversations"] = "messages"
         remarks.append("reading column 'conversations' as 'messages'")
     for name, kind in chats.items():
@@ -275,7 +276,8 @@ def normalise_conversations(table: Table) -> Table:
         remarks.append(
             f"messages have ShareGPT's form: 'from' is read as 'role', 'value' as 'content', {roles}"
         )
-    if parts := [f"'{names.get(name, name)}'" for name, kind in chats.items() if kind.parts]:
+    parts = [f"'{names.get(name, name)}'" for name, kind in chats.items() if kind.parts]
+    if parts:
         remarks.append(f"contents given as lists of text parts ({', '.join(parts)}) are joined into one text")
     if not remarks:
         return table
@@ -320,7 +322,8 @@ def _require_conversations(table: Table, name: str, kind: ColumnKind) -> None:
 def _normalised(value: Any) -> Any:
     """Convert a conversation to messages with `role` and `content`; return any other value unchanged."""
     if isinstance(value, str):
-        value = value if (parsed := parse_conversation(value)) is None else parsed
+        parsed = parse_conversation(value)
+        value = value if parsed is None else parsed
     if not is_parts(value):
         return value
     return join_contents([convert_message(item) for item in value] if is_sharegpt(value) else value)
@@ -365,12 +368,14 @@ def message_problem(value: Any) -> str | None:
             return f"message {i} is {type_name(message)}, not an object with role and content"
         if not isinstance(message.get("role"), str):
             return f"message {i} has no role (its keys: {', '.join(map(str, message)) or 'none'})"
-        if problem := _content_problem(message):
+        problem = _content_problem(message)
+        if problem:
             return f"message {i}{problem}"
         calls = message.get("tool_calls")
         if calls is not None and not _is_object_list(calls):
             return f"message {i}'s tool_calls must be a list of objects"
-        if problem := arguments_problem(message):
+        problem = arguments_problem(message)
+        if problem:
             return f"message {i}: {problem}"
     return None
 
@@ -425,7 +430,8 @@ def kwargs_of(row: Mapping[str, Any]) -> dict[str, Any] | None:
             raise InputError(f"'chat_template_kwargs' is not JSON: {kwargs!r}") from error
     if kwargs is None or isinstance(kwargs, str):
         return None
-    if problem := kwargs_problem(kwargs):
+    problem = kwargs_problem(kwargs)
+    if problem:
         raise InputError(f"'chat_template_kwargs' {problem}")
     return dict(kwargs) or None
 
@@ -543,5 +549,6 @@ def require_template(table: Table, encoder: Encoder) -> None:
             f"{table.name} has conversations, and the tokenizer has no chat template: set "
             'chat_template = "plain" or a template file, or put chat_template.jinja next to the tokenizer\'s files'
         )
-    if problem := encoder.chat.problem():
+    problem = encoder.chat.problem()
+    if problem:
         raise InputError(problem)

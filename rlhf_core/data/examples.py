@@ -289,7 +289,8 @@ def _record_columns(report: Report, kind: RowKind, records: Records) -> None:
     counts: dict[str, int] = {}
     for table, names in zip(records.tables, others, strict=True):
         for name in names:
-            if count := table.kind(name).total:
+            count = table.kind(name).total
+            if count:
                 counts[name] = counts.get(name, 0) + count
     if counts:
         listed = ", ".join(f"{name} (in {count:,})" for name, count in counts.items())

@@ -76,7 +76,8 @@ def _numbered(name: str, rows: Sequence[Mapping[str, Any]], kinds: Kinds) -> Tab
 def _open(path: Path) -> io.BufferedIOBase:
     """Open a file, unpacked if its name says that it is compressed; a small one is read into memory."""
     file: Any = open(path, "rb")  # noqa: SIM115  (rows are read from it as long as they live)
-    if (compression := COMPRESSIONS.get(path.suffix.lstrip(".").lower())) is not None:
+    compression = COMPRESSIONS.get(path.suffix.lstrip(".").lower())
+    if compression is not None:
         import pyarrow as pa
 
         unpacked = _scratch_file()
@@ -208,7 +209,8 @@ def require_unicode(row: Mapping[Any, Any]) -> None:
     """Raise NotARow if a text of a row has half of a surrogate pair, as one cut inside a JSON escape has."""
     for name, cell in row.items():
         text = cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
-        if problem := text_problem(str(name)) or text_problem(text):
+        problem = text_problem(str(name)) or text_problem(text)
+        if problem:
             raise NotARow(f": {name!r} {problem}")
 
 
@@ -297,7 +299,8 @@ def _read_csv(file: io.BufferedIOBase, name: str) -> Table:
 
     try:
         header = next(reader)
-        if twice := sorted({column for column in header if header.count(column) > 1}):
+        twice = sorted({column for column in header if header.count(column) > 1})
+        if twice:
             raise InputError(f"the header of {name} names a column twice: {', '.join(twice)}")
         schema = pa.schema([(column, pa.large_string()) for column in header])
         table = _table(schema, batches(schema), in_memory=isinstance(file, io.BytesIO))
@@ -361,7 +364,8 @@ def _table(schema: Any, batches: Iterable[Any], *, in_memory: bool) -> Any:
 def _scratch_file() -> Any:
     """Open an unnamed temporary file, in the cache directory if possible, since /tmp may be memory."""
     try:
-        (directory := runtime.cache_root()).mkdir(parents=True, exist_ok=True)
+        directory = runtime.cache_root()
+        directory.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryFile(dir=directory)
     except OSError:
         return tempfile.TemporaryFile()

@@ -280,7 +280,8 @@ def read_ids(table: Table, tokenizer: Any, problems: Problems) -> list[IdPair]:
     Raises InputError naming file and row of the first few problems, `problems` included.
     """
     columns = dict(zip(SIDES, id_columns(table) or (), strict=True))
-    if (prompt := _first_present(table, ID_NAMES, "prompt")) is not None:
+    prompt = _first_present(table, ID_NAMES, "prompt")
+    if prompt is not None:
         columns = {"prompt": prompt, **columns}
     masks = {name: _first_present(table, MASK_NAMES, name) for name in columns}
     vocabulary = None if tokenizer is None else len(tokenizer)

@@ -279,7 +279,8 @@ def missing_file(path: Path, name: str) -> str:
 
 def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, Any]) -> Table:
     split = options.get("split")
-    if hub := [key for key in options if key not in FILE_OPTIONS]:
+    hub = [key for key in options if key not in FILE_OPTIONS]
+    if hub:
         raise InputError(f"{name} is a file: {', '.join(hub)} is for datasets of the hub; leave it out")
     if not path.exists():
         raise InputError(missing_file(path, name))
@@ -294,7 +295,8 @@ def _from_file(path: Path, name: str, kind: str | None, options: Mapping[str, An
             f'pipeline write which it is: {{ name = "jsonl", path = "{name}" }}'
         )
     table = read_file(path, name, kind)
-    if (field := options.get("field")) is not None:
+    field = options.get("field")
+    if field is not None:
         table = _rows_in_field(table, field)
     return table if split is None else _part(table, split)
 

@@ -282,7 +282,8 @@ class _RowIterator(grain.DatasetIterator[Any]):
         for _ in range(2):
             if self._rows is None:
                 self._rows = self._source.stream.start(self._state)
-            if (found := next(self._rows, None)) is not None:
+            found = next(self._rows, None)
+            if found is not None:
                 row, self._state = found
                 return self._source.number, row
             self._rows, self._state = None, {}  # an epoch has ended

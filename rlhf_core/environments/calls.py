@@ -179,7 +179,8 @@ def checked_messages(value: Any, method: str) -> list[dict[str, Any]]:
         raise EpisodeError(
             f'returned {type(value).__name__}, not a list of messages such as [{{"role": "user", "content": "…"}}]'
         )
-    if value and (problem := message_problem(value)):
+    problem = message_problem(value) if value else None
+    if problem:
         raise EpisodeError(f"returned a list of messages that {problem}")
     messages = [dict(with_joined_parts(message)) for message in value]
     if method == "reset" and not messages:

@@ -120,7 +120,8 @@ class ConversationEncoder:
         Raises InputError if the template refuses the conversation or changes what stands before `added`.
         """
         roles = list(dict.fromkeys(str(message["role"]) for message in added))
-        if problem := self.problem(tools=tools, roles=roles):
+        problem = self.problem(tools=tools, roles=roles)
+        if problem:
             raise InputError(problem)
         tail = self.tail(messages, added, tools)
         stop = "" if ended_by is None else self._added(ended_by)
@@ -149,7 +150,8 @@ class ConversationEncoder:
             if key not in self._problems:
                 trial = Trial(self, *pair, tools)
                 self._problems[key] = trial.refusal() or (None if encoded_again else trial.change())
-            if problem := self._problems[key]:
+            problem = self._problems[key]
+            if problem:
                 return problem
         return None
 
@@ -165,7 +167,8 @@ class ConversationEncoder:
         awaited: list[str] = []
         unused = (f"{number:09d}" for number in count())  # nine characters, as some templates demand
         for message in messages:
-            if calls := message.get("tool_calls"):
+            calls = message.get("tool_calls")
+            if calls:
                 calls = [{**call, "id": call.get("id") or next(unused)} for call in calls]
                 awaited = [str(call["id"]) for call in calls]
                 message = {**message, "tool_calls": [self._with_arguments(call) for call in calls]}

@@ -157,7 +157,8 @@ class Episodes:
                 episode.prompt = first.prompt
                 return
             prompt = self.encoder.prompt(episode.messages, tools=self.calls.tools)
-            if len(prompt) > (most := self.settings.max_prompt_length):
+            most = self.settings.max_prompt_length
+            if len(prompt) > most:
                 raise EpisodeError(
                     f"returned a prompt of {len(prompt):,} tokens, more than max_prompt_length={most:,}"
                 )
@@ -208,7 +209,8 @@ class Episodes:
         """Make the continuation that follows from what `step` returned or raised."""
         episode = self.episodes[self.running[conversation]]
         reply = None
-        if (turn := self._checked(episode, "step", call)) is not None:
+        turn = self._checked(episode, "step", call)
+        if turn is not None:
             episode.rewards.append(turn.reward)
             episode.metrics.append(turn.metrics)
             try:

@@ -68,7 +68,8 @@ class Trial:
             except InputError as error:
                 return f"{name} refuses tools: {error}"
             words = {"name": "qzxtool", "description": "qzxabout", "parameters": "qzxparameter"}
-            if missing := [what for what, word in words.items() if word not in text]:
+            missing = [what for what, word in words.items() if word not in text]
+            if missing:
                 return (
                     f"{name} omits the schemas of tools (their {', '.join(missing)}): the policy would not know "
                     "what it may call. Give a chat template that writes them"
@@ -205,7 +206,8 @@ def _parts(reply: Message) -> Iterator[tuple[str, str]]:
     """Yield what must stay of a reply, each with a name for it."""
     said = f"{reply['content']} {reply.get('reasoning_content', '')}"
     for what in ("thought", "text"):
-        if match := re.search(rf"qzx{what}\d+ end", said):
+        match = re.search(rf"qzx{what}\d+ end", said)
+        if match:
             yield f"a reply's {what}", match[0]
     for call in reply.get("tool_calls") or ():
         for said in (call["function"]["name"], *call["function"]["arguments"].values()):

@@ -176,9 +176,11 @@ class CallParser:
             message = {"role": "assistant", "content": self._content(text, calls)}
             if thoughts:
                 message["reasoning_content"] = self._special.sub("", thoughts)
-        if made := [_as_message(call) for call in calls if call.error is None]:
+        made = [_as_message(call) for call in calls if call.error is None]
+        if made:
             message["tool_calls"] = made
-        if errors := [call.error for call in calls if call.error is not None]:
+        errors = [call.error for call in calls if call.error is not None]
+        if errors:
             message["call_errors"] = errors
         return message
 
@@ -198,7 +200,8 @@ class CallParser:
 
     def _thought_end(self, text: str) -> int:
         """Return where calls may begin: after the last thought, or at the end of a text that is all thought."""
-        if (at := text.rfind("</think>")) >= 0:
+        at = text.rfind("</think>")
+        if at >= 0:
             return at + len("</think>")
         return len(text) if self._thinks or "<think>" in text else 0
 
@@ -295,7 +298,8 @@ def _checked(call: ParsedCall) -> ParsedCall:
         return call._replace(error=f"the call's arguments are not JSON: {error}")
     except (TypeError, ValueError, RecursionError):
         return call._replace(error="the call's arguments cannot be written as JSON")
-    if problem := text_problem(written):
+    problem = text_problem(written)
+    if problem:
         return call._replace(error=f"the call {problem}".encode(errors="replace").decode())
     return call._replace(name=name.strip(), arguments=json.loads(written)[1])
 
@@ -389,7 +393,8 @@ def _harmony_messages(text: str) -> Iterator[tuple[str, str]]:
 
 def _harmony_calls(text: str) -> Iterator[ParsedCall]:
     for header, body in _harmony_messages(text):
-        if recipient := _RECIPIENT.search(header):
+        recipient = _RECIPIENT.search(header)
+        if recipient:
             yield ParsedCall(0, len(text), recipient[1], body)
 
 

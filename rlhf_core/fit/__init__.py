@@ -271,7 +271,8 @@ class _Run:
             per_epoch = updates.total / updates.epochs(updates.total) if updates.total else 0.0
             plan = {"updates": updates.total, "start": start, "updates_per_epoch": per_epoch}
             write_atomic(self.stage.dir / "plan.json", json.dumps(plan))
-        stop_together(here := f"at stage '{self.stage.name}', after update {start} of {updates.total}")
+        here = f"at stage '{self.stage.name}', after update {start} of {updates.total}"
+        stop_together(here)
         several = uses_several_batches(updates, state)
         steps = self.build.programs(state, config, from_zero=several)
         if start < updates.total:
@@ -418,7 +419,8 @@ class _Run:
                 if measured is not None and self.reason is None:
                     self.reason = measured(step, metrics)
                 continue
-            if problem := nonfinite_weights(state.model, state.params):  # as they were loaded
+            problem = nonfinite_weights(state.model, state.params)
+            if problem:  # as they were loaded
                 raise InputError(
                     f"stage '{self.stage.name}': loss or gradient of update {step + 1} is not finite: {problem}"
                 )

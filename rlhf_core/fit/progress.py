@@ -60,7 +60,8 @@ class MetricWindow:
     def add(self, update: Update, metrics: Metrics) -> None:
         """Add one update. Raises InputError where it reports a metric of the step or the objective."""
         reported = {**update.metrics, **update.timing}
-        if both := sorted(reported.keys() & metrics.keys()):
+        both = sorted(reported.keys() & metrics.keys())
+        if both:
             raise InputError(
                 f"metrics: {', '.join(both)} reported both by the Update and by the objective or the step; "
                 "rename the Update's"

@@ -200,7 +200,8 @@ def _joined(layer: Params) -> Params:
         if len(each) > 1:  # absent in experts
             whole = jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *each)
             layer[module] = {k: v for k, v in inside.items() if k not in parts} | {together: whole}
-    if shared := layer.get("mlp", {}).get("shared_expert"):
+    shared = layer.get("mlp", {}).get("shared_expert")
+    if shared:
         layer["mlp"] = {**layer["mlp"], "shared_expert": _joined({"mlp": shared})["mlp"]}
     return layer
 

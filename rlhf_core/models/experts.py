@@ -275,7 +275,8 @@ def has_corrections(definition: Any) -> bool:
 
 def route_shape(definition: Any) -> jax.ShapeDtypeStruct | None:
     """Return shape and dtype of a token's routes, [layers, k]; None for a model without experts."""
-    if not (count := expert_count(definition)):
+    count = expert_count(definition)
+    if not count:
         return None
     config = definition.config
     dtype = jnp.int8 if count <= 128 else jnp.int16
@@ -332,7 +333,8 @@ def _parts_of(linear: Linear) -> tuple[list[Any], list[Any]]:
     params = [p for p in (linear.kernel, linear.bias) if p is not None]
     arrays: list[Any] = [p[...] for p in params]
     axes: list[Any] = [p.get_metadata("axes")[1:] for p in params]
-    if (packed := linear.quantized) is not None:
+    packed = linear.quantized
+    if packed is not None:
         arrays.insert(0, PlainScaled(packed.arrays["codes"], scales_of(packed.arrays)))
         axes.insert(0, PlainScaled(*[packed.codes.get_metadata("axes")[1:]] * 2))
     return arrays, axes

@@ -35,14 +35,16 @@ def nonfinite_output_error(
     itself: sequences that share a row with it have them too.
     """
     first, begins = next(iter(outputs)), ""
-    if problem := nonfinite_weights(definition, params):
+    problem = nonfinite_weights(definition, params)
+    if problem:
         return InputError(f"{source}: its outputs are not finite (NaN or infinite): {problem}")
     for number in list(outputs)[:TRIED]:
         tokens = jnp.asarray(outputs[number][1], jnp.int32)[None]
         count = tokens.shape[1]
-        if begins := first_nonfinite(
+        begins = first_nonfinite(
             definition, params, tokens, jnp.arange(count)[None], jnp.full_like(tokens, count)
-        ):
+        )
+        if begins:
             first = number
             break
     return NonFiniteError(

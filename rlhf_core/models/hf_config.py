@@ -548,7 +548,8 @@ def _layer_types(read: ConfigFields, rules: Architecture, model_type: str, layer
         read.problem(
             f"layer_types {shown(stored)} is not supported in {model_type}: its layers are {kinds!r}"
         )
-    if lost := sorted(set(kinds) - set(allowed)):
+    lost = sorted(set(kinds) - set(allowed))
+    if lost:
         read.problem(f"layer_types: {lost[0]!r} is none of {', '.join(allowed)}, the layers of {model_type}")
         return [FULL] * layers
     return kinds

@@ -306,7 +306,8 @@ def find_text_family(hf_config: Mapping[str, Any], registry: Registry | None = N
     if outer in known or (not isinstance(inner, Mapping) and "vision_config" not in hf_config):
         return None
     named = (inner or {}).get("model_type") or outer
-    if same := SAME_TEXT.get(str(named).removesuffix("_text")):
+    same = SAME_TEXT.get(str(named).removesuffix("_text"))
+    if same:
         return same
     return next((name for name in (named, f"{named}_text", f"{outer}_text") if name in known), str(named))
 

@@ -427,12 +427,14 @@ def _cast(tree: Any, shardings: tuple[Any, ...], dtype: str) -> Any:
 def require_own_parameters(definition: Definition, params: Any) -> None:
     """Raise InputError where parameters are missing; warn about those that the model's files have no place for."""
     expected, present = ({path for path, _ in paths(p)} for p in (definition.abstract_params(), params))
-    if missing := sorted(expected - present):
+    missing = sorted(expected - present)
+    if missing:
         raise InputError(
             f"save: these are not the model's parameters: '{'.'.join(missing[0])}' is missing; save one of several "
             "models with its own, such as policy.with_params(state.params['policy'])"
         )
-    if extra := sorted(present - expected):
+    extra = sorted(present - expected)
+    if extra:
         listed = ", ".join(".".join(path) for path in extra[:5])
         warn(f"save: the model's files have no place for {listed}")
 

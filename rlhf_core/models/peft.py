@@ -255,11 +255,13 @@ class StoredAdapter:
                 self.score = name
             else:
                 raise InputError(f"{file}: '{name}' does not belong to a layer that can be adapted")
-            if len(shape := self._reader.header[name]["shape"]) != 2 and "lora_magnitude_vector" not in name:
+            shape = self._reader.header[name]["shape"]
+            if len(shape) != 2 and "lora_magnitude_vector" not in name:
                 raise InputError(f"{file}: '{name}' has shape {shape}; it must be a matrix")
         dora = bool(self.fields.use_dora)
         for module, names in self._modules.items():
-            if lost := {"lora_A", "lora_B"} - set(names):
+            lost = {"lora_A", "lora_B"} - set(names)
+            if lost:
                 raise InputError(f"{file}: {module} has no {' and no '.join(sorted(lost))}")
             if ("lora_magnitude_vector" in names) != dora:
                 has = "has no" if dora else "has a"
@@ -341,10 +343,11 @@ class StoredAdapter:
         prefix = next(iter(known)).partition("layers.")[0]
         before = set(self._modules)
         for start in ("model.", "language_model.model."):
-            self._modules = {
-                name if (other := prefix + name.removeprefix(start)) not in known else other: tensors
-                for name, tensors in self._modules.items()
-            }
+            renamed = {}
+            for name, tensors in self._modules.items():
+                other = prefix + name.removeprefix(start)
+                renamed[other if other in known else name] = tensors
+            self._modules = renamed
         return set(self._modules) != before
 
     def _merge_dora(self, adapted: Model, names: Mapping[str, Sequence[str]]) -> Model:
@@ -391,7 +394,8 @@ class StoredAdapter:
         a = np.zeros((len(modules), sizes[0], lora.rank), np.float32)
         b = np.zeros((len(modules), lora.rank, sizes[1]), np.float32)
         for layer, module in enumerate(modules):
-            if (names := self._modules.get(module)) is None:
+            names = self._modules.get(module)
+            if names is None:
                 continue
             down, up = self._view(names["lora_A"]), self._view(names["lora_B"])
             rank = down.shape[0]

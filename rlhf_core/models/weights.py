@@ -208,7 +208,8 @@ class _Leaf:
         stored = {"kernel": "weight", "embedding": "weight"}
         module, last = ".".join(words), stored.get(self.keys[-1], self.keys[-1])
         named = dict(config.weight_names)
-        if whole := named.get(f"{module}.{self.keys[-1]}"):  # a tensor in the layout of the parameter
+        whole = named.get(f"{module}.{self.keys[-1]}")
+        if whole:  # a tensor in the layout of the parameter
             self.transposed = False
         name = whole or f"{named.get(module) or usual_name(module)}.{last}"
         if config.prefix and name.startswith("model."):
@@ -217,7 +218,9 @@ class _Leaf:
         self.lead, inner = shape[: len(axes)], shape[len(axes) :]
         self.tensor_shape = inner[::-1] if self.transposed else inner
         fused, tensor_shape, first, size = None, self.tensor_shape, 0, 0
-        if config.fused_experts and (fused := FUSED.fullmatch(name)) is not None:
+        if config.fused_experts:
+            fused = FUSED.fullmatch(name)
+        if fused is not None:
             joined = 1 if fused[2] == "down" else 2
             name = f"{fused[1]}.{'down' if joined == 1 else 'gate_up'}_proj"
             size, first = joined * math.prod(inner), math.prod(inner) if fused[2] == "up" else 0
@@ -433,7 +436,8 @@ def _misfits(wanted: Mapping[str, tuple[int, ...]], readers: Mapping[str, Tensor
     for name, shape in wanted.items():
         if name not in readers:
             continue
-        if (dtype := readers[name].dtype(name)) not in DTYPES:
+        dtype = readers[name].dtype(name)
+        if dtype not in DTYPES:
             yield f"{readers[name].path}: '{name}' has dtype {dtype}; only {', '.join(DTYPES)} can be read"
         stored = readers[name].header[name]["shape"]
         if name == "score.weight" and stored and stored[0] != 1:

@@ -200,7 +200,8 @@ class _Search:
         for k in reversed(range(len(times))):  # one class after another, largest first
             for number in options[k][1:]:
                 candidate = (*rows[:k], number, *rows[k + 1 :])
-                if (candidate_cost := cost(candidate)) < best:
+                candidate_cost = cost(candidate)
+                if candidate_cost < best:
                     best, rows = candidate_cost, candidate
         return best, ones._replace(rows=rows)
 

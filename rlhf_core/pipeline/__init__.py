@@ -134,7 +134,8 @@ def chosen_stages(plan: Plan, only: Sequence[str]) -> Plan:
     if not only:
         return plan
     by_name = {stage.name: stage for stage in plan.stages}
-    if unknown := [name for name in only if name not in by_name]:
+    unknown = [name for name in only if name not in by_name]
+    if unknown:
         raise InputError(
             *(
                 f"--only {name}: no such stage.{suggest(name, by_name)} Stages: {', '.join(by_name)}"

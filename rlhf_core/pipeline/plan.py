@@ -200,8 +200,9 @@ def _kinds(config: type[TrainerConfig], given: Mapping[str, Any], host: Host, do
         option = dotted.removeprefix(f"{path}.")
         if option != dotted and option not in owner.model_fields:
             field = host.registry.option_field(kind, component["name"], option)
-            if field is not None and (noted := noted_kinds(field)):
-                return noted
+            kinds = () if field is None else noted_kinds(field)
+            if kinds:
+                return kinds
     return artifact_kinds(config, dotted)
 
 

@@ -283,7 +283,8 @@ def _check_class(kind: Kind[Any], thing: type, what: str) -> None:
 
 
 def _check_attributes(kind: Kind[Any], thing: Any, options: Collection[str], what: str) -> None:
-    if problems := list(kind.attribute_problems(thing, options)):
+    problems = list(kind.attribute_problems(thing, options))
+    if problems:
         raise InputError(*(f"{what}: {problem}" for problem in problems))
 
 

@@ -72,7 +72,8 @@ def set_up(rewards: Sequence[Reward], prompts: AnyPrompts, stage: Stage, field: 
 def _check_prompts(rewards: Sequence[Reward], prompts: Any, stage: Stage, field: str) -> list[str]:
     """Return warnings about columns and rows. Raises InputError as `set_up` does."""
     where = f"stage '{stage.name}'.rewards"
-    if problems := [f"{where}: {p}" for r in rewards for p in missing_columns(r, prompts.columns, field)]:
+    problems = [f"{where}: {p}" for r in rewards for p in missing_columns(r, prompts.columns, field)]
+    if problems:
         raise InputError(*problems)
     if stage.mesh is None:
         problems, skipped, unreadable = check_rows(rewards, prompts, stage)
@@ -217,7 +218,8 @@ def _without_value(reward: Reward, prompts: Any) -> list[str]:
     lines = []
     for name in sorted(reward.wants()[0] & set(prompts.columns) - {"environment_rewards"}):
         column, rows = prompts.columns[name], range(min(len(prompts.raw), ROWS_LOOKED_AT))
-        if without := [i for i in rows if column[i] is None]:
+        without = [i for i in rows if column[i] is None]
+        if without:
             of = f"{'the first ' if len(prompts.raw) > len(rows) else ''}{len(rows):,} rows"
             lines.append(
                 f"reward '{reward.label}': {len(without):,} of {of} have no '{name}'; the first is "

@@ -455,7 +455,8 @@ def _outcome(
 ) -> Outcome:
     """Join the results of calls for these of `count` completions; return the first exception if one raised."""
     done: list[Any] = [outcome_of(call) for call in calls]
-    if raised := [each for each in done if isinstance(each, BaseException)]:
+    raised = [each for each in done if isinstance(each, BaseException)]
+    if raised:
         return raised[0]
     values = [value for part, _ in done for value in part]
     for _, logged in done:

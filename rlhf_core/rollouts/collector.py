@@ -284,9 +284,8 @@ class RolloutCollector:
     def _require_tokens(self, samples: Rollouts) -> None:
         """Raise RunError where a sampler chose ids without a token, which have no log-probability."""
         tokens = samples.tokens[samples.mask]
-        if odd := [
-            int(i) for start, stop in self.absent for i in tokens[(tokens >= start) & (tokens < stop)]
-        ]:
+        odd = [int(i) for start, stop in self.absent for i in tokens[(tokens >= start) & (tokens < stop)]]
+        if odd:
             raise RunError(
                 f"stage '{self.stage.name}'.sampler: {len(odd)} of {len(tokens)} sampled ids are not tokens of "
                 f"the tokenizer, the first is {odd[0]}: a sampler must never sample an id of `definition.absent`"
@@ -370,7 +369,8 @@ def weighted_total(rewards: Sequence[Reward], each: np.ndarray) -> np.ndarray:
     if not rewards:
         return np.full(len(each), np.nan)
     total = total_reward(each, np.array([reward.weight for reward in rewards]))
-    if (beyond := np.abs(total) > LARGEST_REWARD).any():
+    beyond = np.abs(total) > LARGEST_REWARD
+    if beyond.any():
         raise RunError(
             f"the weighted rewards of completion {int(beyond.argmax())} add up to {total[beyond][0]:g}; float32 holds "
             f"numbers up to {LARGEST_REWARD:.3g}: use smaller weights"
@@ -399,7 +399,8 @@ def rollout_metrics(
     out["completions/mean_length"] = float(lengths.mean())
     out["completions/min_length"] = float(lengths.min())
     out["completions/max_length"] = float(lengths.max())
-    if len(ended := lengths[finished]):
+    ended = lengths[finished]
+    if len(ended):
         out["completions/mean_terminated_length"] = float(ended.mean())
         out["completions/min_terminated_length"] = float(ended.min())
         out["completions/max_terminated_length"] = float(ended.max())

@@ -95,7 +95,8 @@ def open_environment(
         # Messages of other roles are checked when they come.
         roles = ("tool",) if calls.tools else ("user",)
         again = environment.history == "encoded_again"
-        if problem := encoder.problem(tools=calls.tools, roles=roles, encoded_again=again):
+        problem = encoder.problem(tools=calls.tools, roles=roles, encoded_again=again)
+        if problem:
             raise InputError(problem)
         parser = CallParser(encoder, calls.tools)
     turn = options.sampling.max_completion_length

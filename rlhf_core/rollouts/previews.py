@@ -128,7 +128,8 @@ def prompt_of(row: Mapping[str, Any], column: str = "prompt") -> str | Sequence[
     if row.get(column):
         prompt: str | Sequence[Any] = row[column]
         return prompt
-    if messages := row.get("messages"):
+    messages = row.get("messages")
+    if messages:
         return data.without_last_replies(messages)
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):

@@ -79,7 +79,8 @@ def group_layout(
     cost = _group_cost(mean, length, group, group, crossover)
     for part in (g for g in range(1, group) if group % g == 0):
         # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.
-        if (split := _group_cost(mean, length, group, part, crossover)) < 0.9 * cost:
+        split = _group_cost(mean, length, group, part, crossover)
+        if split < 0.9 * cost:
             together, cost = part, split
     longest = prompt_sizes + together * length
     per_update = config.total_batch_size // together

@@ -43,9 +43,11 @@ class RolloutWarnings:
         ):  # failed ones have a warning of their own
             failures = rollout.conversations.failures
             completions = [said for said, why in zip(completions, failures, strict=True) if why is None]
-        if number < FIRST_ROLLOUTS and (line := empty_warning(completions)) is not None:
+        line = empty_warning(completions) if number < FIRST_ROLLOUTS else None
+        if line is not None:
             self._warn("empty", line)
-        if (pair := lost_difference(rollout)) is not None:
+        pair = lost_difference(rollout)
+        if pair is not None:
             self._warn(
                 "float32",
                 f"rewards of a group, such as {pair[0]!r} and {pair[1]!r}, differ by less than float32 holds: the "

@@ -192,7 +192,8 @@ class SamplingTest:
         if self.actions:
             return rollout
         metrics = self._finish()
-        if (problem := self._problem()) is not None:
+        problem = self._problem()
+        if problem is not None:
             raise RunError(f"stage '{self.stage.name}': {problem}")
         return replace(rollout, metrics={**rollout.metrics, **metrics})
 

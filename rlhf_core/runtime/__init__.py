@@ -77,7 +77,8 @@ def compile_quickly() -> None:
     Matrix products are a library's; the other kernels of a step run as fast as at level 3 and compile in two thirds of
     the time.
     """
-    if OPTIMIZATION not in (flags := os.environ.get("XLA_FLAGS", "")):
+    flags = os.environ.get("XLA_FLAGS", "")
+    if OPTIMIZATION not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {OPTIMIZATION}=1".strip()
 
 

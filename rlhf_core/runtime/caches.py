@@ -52,7 +52,8 @@ def forget() -> None:
 
     Losses, optimizers and model families may read more than their arguments: globals, helpers, the environment.
     """
-    if (jax := sys.modules.get("jax")) is not None:
+    jax = sys.modules.get("jax")
+    if jax is not None:
         jax.clear_caches()
     for clear in _caches:
         clear()

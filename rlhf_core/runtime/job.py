@@ -367,7 +367,8 @@ def _end_with_others(job: _Job) -> None:
 @contextmanager
 def joint_run() -> Iterator[None]:
     """Enter a run of this process that ends with those of the others, and tell them if it raises."""
-    if (job := _job) is None:
+    job = _job
+    if job is None:
         yield
         return
     if not job.running:
@@ -387,7 +388,8 @@ def joint_run() -> Iterator[None]:
 @contextmanager
 def hold_end() -> Iterator[None]:
     """Delay an end that another process causes while this one writes files, which needs no other process."""
-    if (job := _job) is None:
+    job = _job
+    if job is None:
         yield
         return
     job.writing += 1
@@ -402,7 +404,8 @@ def end(code: int, message: str) -> None:
     if _joining:  # Python's own exit would wait for the thread that joins
         print(message, file=sys.stderr, flush=True)
         os._exit(code)
-    if (job := _job) is None:
+    job = _job
+    if job is None:
         return
     if code not in (2, 75):  # a collective may have failed because another process did, which is said soon
         time.sleep(1.0)

@@ -59,17 +59,20 @@ def planned() -> Planned | None:
 
 def platform() -> str:
     """Return the platform that programs will run on: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend() if (devices := planned()) is None else devices.platform
+    devices = planned()
+    return jax.default_backend() if devices is None else devices.platform
 
 
 def device_count() -> int:
     """Count the devices that programs will run on, of all processes."""
-    return jax.device_count() if (devices := planned()) is None else devices.count
+    devices = planned()
+    return jax.device_count() if devices is None else devices.count
 
 
 def device_memory() -> int | None:
     """Return the bytes that a program may use of the smallest of all processes' devices; None where they do not say."""
-    if (devices := planned()) is not None:
+    devices = planned()
+    if devices is not None:
         return devices.memory
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     least = min(stats.get("bytes_limit", 0) for stats in statistics)
@@ -119,7 +122,8 @@ def forget_peak() -> None:
 def peak_host_bytes() -> int:
     """Return the peak resident bytes of this process, since `forget_peak` where the system allows that."""
     with suppress(OSError):
-        if match := re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()):
+        match = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        if match:
             return int(match[1]) * 1024
     import resource
 

@@ -96,7 +96,8 @@ def _announced(path: Path) -> int:
 def _contents(members: dict[str, bytes]) -> RolloutFile:
     """Decode the members of a file. Raises what is wrong with them."""
     facts, samples = json.loads(members.pop("rollout.json")), json.loads(members.pop("samples.json"))
-    if unknown := [name for name in members if not name.endswith(".npy")]:
+    unknown = [name for name in members if not name.endswith(".npy")]
+    if unknown:
         raise ValueError(f"it has a member {unknown[0]!r}")
     if not isinstance(samples, list) or not all(isinstance(row, dict) for row in samples):
         raise ValueError("samples.json is not a list of objects")

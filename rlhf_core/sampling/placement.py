@@ -109,7 +109,8 @@ def plan_room(
     part = prefill_tokens() if shared or mesh.size == 1 else 0
     if memory is None:
         tensor = sizes[0]
-        in_group = -(-prompts // (groups := mesh.size // tensor if shared else row_multiple(mesh)))
+        groups = mesh.size // tensor if shared else row_multiple(mesh)
+        in_group = -(-prompts // groups)
         most = most_slots(None) * tensor
         # On a CPU slots are few because that is faster, see docs/results/benchmarks.md.
         count = in_group if platform() in SLOTS else _equal(in_group, max(most // num_generations, 1))
@@ -130,7 +131,9 @@ def plan_room(
         free = max(memory - weights, 0) * parts - at_once
         held = per_prompt if part else per_prompt + prefill
         group = held + num_generations * per_slot
-        if whole := (fitting := min(in_group, most // num_generations, free // group)) > 0:
+        fitting = min(in_group, most // num_generations, free // group)
+        whole = fitting > 0
+        if whole:
             count = _equal(in_group, fitting)
             slots, caches = count * num_generations, count * group
         else:

@@ -203,7 +203,8 @@ class Sampler(_PlacedModel):
             for whole, part in zip(out, self._run(moved, batch, key), strict=True):
                 whole[chosen] = part.reshape(-1, *whole.shape[1:])[rows]
         # A token that was chosen from logits that are not finite has such a log-probability.
-        if len(bad := np.argwhere(~np.isfinite(out[2]))):
+        bad = np.argwhere(~np.isfinite(out[2]))
+        if len(bad):
             written = {
                 i: ("the distribution of a next token", np.concatenate([prompts[i], out[0][i, j, :t]]))
                 for i, j, t in reversed(bad.tolist())
@@ -479,7 +480,8 @@ def stops_of(inputs: SamplerInputs) -> tuple[tuple[int, ...], np.ndarray | None]
     does not have.
     """
     options, vocab_size = inputs.options, inputs.definition.vocab_size
-    if unknown := [i for i in options.stop_token_ids if i >= vocab_size]:
+    unknown = [i for i in options.stop_token_ids if i >= vocab_size]
+    if unknown:
         raise InputError(
             f"sampling.stop_token_ids: no tokens of the model: {', '.join(map(str, unknown))}; its ids end at "
             f"{vocab_size - 1}"

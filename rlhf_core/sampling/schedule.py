@@ -156,7 +156,8 @@ class Schedule:
 
     def _step(self) -> bool:
         self._begin_turns()
-        if busy := bool(self.slots.active.any()):
+        busy = bool(self.slots.active.any())
+        if busy:
             self._look_ahead()
             self._decode()
         return busy

@@ -85,7 +85,8 @@ def trainer_arguments(cls: type[C], config: C | None, inputs: dict[str, Any]) ->
     if unfit:
         raise InputError(*problem_lines(unfit, cls.__name__))
     _check_inputs(inputs)
-    if unknown := sorted(set(inputs) - set(INPUTS)):
+    unknown = sorted(set(inputs) - set(INPUTS))
+    if unknown:
         hints = {name: _hint(name, inputs[name], cls, registry) for name in unknown}
         raise InputError(*(f"{name}: unknown argument of a trainer{hint}" for name, hint in hints.items()))
     return config, inputs
@@ -203,7 +204,8 @@ def run_alone(trainer: str, config: TrainerConfig, **inputs: Any) -> Result:
     sizes = inputs.pop("mesh", None)
     if is_main:
         listen(host, callbacks)
-    if (model_init := inputs.pop("model_init", None)) is not None:
+    model_init = inputs.pop("model_init", None)
+    if model_init is not None:
         inputs["model"] = model_init()
     mesh = _mesh(sizes, inputs.get("model"))
     made = tempfile.mkdtemp(prefix=f"rlhf-{trainer}-") if is_main and not config.save_directory else ""
@@ -237,7 +239,8 @@ def _pinned(
     problems: list[str] = []
     table = config.to_dict()
     pinned = pins.pin(table, trainer, problems)
-    if changes := {name: value for name, value in pinned.items() if value != table[name]}:
+    changes = {name: value for name, value in pinned.items() if value != table[name]}
+    if changes:
         config = config.replace(**changes)
     plain = {name: as_field(value) for name, value in inputs.items()}
     pinned = {name: pins.pin(value, name, problems) for name, value in plain.items()}

@@ -383,6 +383,7 @@ def _code_of(thing: Any) -> Any:
     if inspect.isfunction(thing) or inspect.isclass(thing):
         return thing
     for name in ("func", "__wrapped__", "__func__"):
-        if callable(inside := getattr(thing, name, None)):
+        inside = getattr(thing, name, None)
+        if callable(inside):
             return _code_of(inside)
     return thing if inspect.isroutine(thing) else type(thing)

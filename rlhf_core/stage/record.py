@@ -245,7 +245,8 @@ def decide_together(
     """
     with raise_together():
         runs = read_records(make_specs(), accept)
-        if problems := [line for each in runs.values() for line in each.decision.reasons]:
+        problems = [line for each in runs.values() for line in each.decision.reasons]
+        if problems:
             raise InputError(*problems)
     now = {
         name: {"record": dict(each.spec.record), "state": each.record.then.get("state", "new")}

@@ -214,7 +214,8 @@ def accept_names(field: str, before: Record, now: Record) -> tuple[str, ...]:
     These are changes of a reward that both records have, by label; of an environment and its tools; and of the
     contents of the training data.
     """
-    if match := _REWARD.match(field):
+    match = _REWARD.match(field)
+    if match:
         labels = {_label(record["config"], int(match[1])) for record in (before, now)}
         label = labels.pop()
         if labels or label is None:

@@ -143,7 +143,8 @@ def _loader(path: Path) -> Any:
 def _try_tokenizer(tokenizer: Any) -> None:
     """Use the tokenizer once, because some invalid files fail only then."""
     special = tokenizer.special_tokens_map
-    if odd := [name for name, token in special.items() if not isinstance(token, str)]:
+    odd = [name for name, token in special.items() if not isinstance(token, str)]
+    if odd:
         raise ValueError(f"its {odd[0]} is not text")
     for name, text in templates_of(tokenizer).items():
         if not isinstance(name, str) or not isinstance(text, str):

@@ -328,7 +328,8 @@ class ChatTemplate:
         from jinja2 import TemplateSyntaxError
 
         variables = {**self._kwargs, **(kwargs or {})}
-        if problem := kwargs_problem(variables):
+        problem = kwargs_problem(variables)
+        if problem:
             raise InputError(f"chat_template_kwargs {problem}")
         messages = self._as_taken(template, turns)
         tools = with_parsed_parameters(tools) if tools else None
@@ -342,7 +343,8 @@ class ChatTemplate:
             remedy = (
                 'Change its messages, or give a template that accepts them: chat_template = "plain" or a file'
             )
-            if missing := re.search(r"'(\w+_token)' is undefined", str(error)):
+            missing = re.search(r"'(\w+_token)' is undefined", str(error))
+            if missing:
                 remedy = (
                     f"Name the tokenizer's {missing[1]} in tokenizer_config.json, or give another template"
                 )

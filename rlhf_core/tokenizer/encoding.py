@@ -311,7 +311,8 @@ def ids_without_token(tokenizer: Any, size: int) -> tuple[tuple[int, int], ...]:
     ids = np.fromiter(tokenizer.get_vocab().values(), np.int64) + 1
     present[ids[(ids > 0) & (ids <= size)]] = True
     # A piece that is in the vocabulary twice has one id there, and is a token under both.
-    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
         for i in np.flatnonzero(~present):
             present[i] = backend.id_to_token(int(i) - 1) is not None
     borders = np.flatnonzero(np.diff(present)).reshape(-1, 2)

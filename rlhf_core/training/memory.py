@@ -57,7 +57,8 @@ def saved_bytes(
     residuals = [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(saved, trained, fixed, tokens))]
     for leaf in jax.tree.leaves(params):  # already counted as parameters, of a single layer without its axis
         shapes = [leaf.shape, leaf.shape[1:]] if leaf.shape[:1] == (1,) else [leaf.shape]
-        if found := [(shape, leaf.dtype) for shape in shapes if (shape, leaf.dtype) in residuals]:
+        found = [(shape, leaf.dtype) for shape in shapes if (shape, leaf.dtype) in residuals]
+        if found:
             residuals.remove(found[0])
     size = sum(_size(*residual) for residual in residuals)
     kinds = definition.config.kinds if isinstance(definition, Decoder) else ()

@@ -120,7 +120,8 @@ class PaddedObjective:
 
     def arrays(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
         """Take the declared arrays of a batch. Raises ValueError where one is missing."""
-        if missing := [name for name in (*self.ids, *self.numbers) if batch.get(name) is None]:
+        missing = [name for name in (*self.ids, *self.numbers) if batch.get(name) is None]
+        if missing:
             raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
         dtypes = dict.fromkeys(self.ids, jnp.int32) | dict.fromkeys(
             (*self.numbers, *self.optional), jnp.float32

@@ -122,7 +122,8 @@ class OpensRows(ABC):
             spec = None
         if name:
             return named_sets(spec)[name]
-        if spec is not None and top == "eval_data" and (sets := named_sets(spec)):
+        sets = named_sets(spec) if spec is not None and top == "eval_data" else None
+        if sets:
             raise InputError(
                 f"{where}: several sets, {', '.join(sets)}, and this trainer evaluates one: give one of them"
             )

@@ -141,7 +141,8 @@ class _LoopThread:
                 with suppress(SystemExit, KeyboardInterrupt):
                     self.loop.run_forever()
             self.loop.set_exception_handler(lambda *_: None)  # what is left behind has been reported
-            if tasks := asyncio.all_tasks(self.loop):
+            tasks = asyncio.all_tasks(self.loop)
+            if tasks:
                 for task in tasks:
                     task.cancel()
                 self.loop.run_until_complete(asyncio.wait(tasks, timeout=1))

@@ -57,7 +57,8 @@ def require_shared_ids(source: str, student: Model, teacher: Model, stage: Stage
     require_same_tokenizer(tokenizer, teacher.tokenizer, stage)
     needed = len(tokenizer)
     for name, model in (("model", student), ("teacher_model", teacher)):
-        if (ids := model.definition.vocab_size) < needed:
+        ids = model.definition.vocab_size
+        if ids < needed:
             raise InputError(
                 f"stage '{stage.name}'.{name}: it has {ids:,} embeddings, fewer than the tokenizer's {needed:,} ids"
             )
@@ -84,7 +85,8 @@ def check_teacher(config: DistillConfig, context: Context) -> None:
 
 def require_same_tokenizer(student: Any, teacher: Any, stage: Stage) -> None:
     """Raise InputError that names the first token, by the student's ids, that has another id in the teacher."""
-    if problem := _difference(student, teacher):
+    problem = _difference(student, teacher)
+    if problem:
         raise InputError(f"stage '{stage.name}'.teacher_model: {problem}: {RETRAIN}")
 
 

@@ -46,7 +46,8 @@ def build(config: DistillConfig, context: Context) -> Build:
     if not config.sampled_per_update:
         models, of_data = _given(context, models)
         loss = objective(_definitions(models), divergence, config)
-        if (texts := context.texts("eval_data")) is None:
+        texts = context.texts("eval_data")
+        if texts is None:
             return Build(models, of_data, loss, trains=trains)
 
         def stored(params: Any) -> Any:

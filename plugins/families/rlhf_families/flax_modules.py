@@ -130,7 +130,8 @@ class NnxDefinition(Definition):
         stored = {name: tuple(reader.header[name]["shape"]) for name, reader in readers.items()}
         if self.head == "score":
             stored.pop(HEAD, None)
-        if problems := sorted(expected.items() ^ stored.items()):
+        problems = sorted(expected.items() ^ stored.items())
+        if problems:
             name = problems[0][0]
             raise InputError(
                 f"{directory}: '{name}' has the shape {stored.get(name, 'of no tensor')} in the files, and "

@@ -93,7 +93,8 @@ def details(read: ConfigFields, layers: int) -> dict[str, Any]:
         read.problem("use_bidirectional_attention 'all' is not supported; the decoder is causal")
     shared = read.whole("num_kv_shared_layers", 0, least=0)
     own = max(layers - shared, 0)
-    if lost := set(types) - set(types[:own]):
+    lost = set(types) - set(types[:own])
+    if lost:
         read.problem(
             f"num_kv_shared_layers {shared} leaves no layer of type {min(lost)} that has keys and values to share"
         )

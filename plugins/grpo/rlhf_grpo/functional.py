@@ -278,7 +278,8 @@ def grpo_step(
 def _batch(batch: Mapping[str, Any], num_generations: int, beta: float) -> dict[str, Any]:
     """Repeat prompts that are given once per group. Raises ValueError for missing arrays, and for rows that differ."""
     needed = (*_PaddedGRPO.ids, *_PaddedGRPO.numbers, *(("ref_per_token_logps",) if beta else ()))
-    if missing := [name for name in needed if batch.get(name) is None]:
+    missing = [name for name in needed if batch.get(name) is None]
+    if missing:
         raise ValueError(f"batch lacks {', '.join(missing)}; it has {', '.join(sorted(batch))}")
     arrays = dict(batch)
     rows = jnp.shape(arrays["completion_ids"])[0]

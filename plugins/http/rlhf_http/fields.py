@@ -247,7 +247,8 @@ def read(kind: type[Body], content: bytes) -> Body:
         raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise BadRequest("the body must be a JSON object")
-    if problem := next((found for text in texts_in(data) if (found := text_problem(text))), None):
+    problem = next((found for text in texts_in(data) if (found := text_problem(text))), None)
+    if problem:
         raise BadRequest(f"a text of the body {problem}")
     try:
         return kind.model_validate(data)

@@ -134,9 +134,11 @@ class Speaker:
                 raise RunError(f"{url}: {shorten(str(error.get('message', error)))}")
             for choice in event["choices"]:
                 delta = choice["delta"]
-                if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                thought = delta.get("reasoning_content") or delta.get("reasoning")
+                if thought:
                     yield ReplyPart(str(thought), thought=True)
-                if text := delta.get("content"):
+                text = delta.get("content")
+                if text:
                     yield ReplyPart(str(text))
         except UNREADABLE:
             raise RunError(f"{url}: expected an event of a chat, got {shorten(line)}") from None

@@ -176,7 +176,8 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
             f"up to {max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
             "--max_completion_length"
         )
-    if warning := empty_warning([each["content"] for each in said]):
+    warning = empty_warning([each["content"] for each in said])
+    if warning:
         warn(f"{given.model}: {warning}")
     return [
         {
@@ -214,7 +215,8 @@ def _records(given: Generation, registry: Registry) -> Records:
     from rlhf_core.data.records import from_memory
     from rlhf_core.tokenizer.options import kwargs_problem
 
-    if problem := kwargs_problem(given.chat_template_kwargs or {}):
+    problem = kwargs_problem(given.chat_template_kwargs or {})
+    if problem:
         raise InputError(f"--chat_template_kwargs {problem}")
     if given.file is None:
         return data.Records([from_memory([{"prompt": text} for text in given.prompt or ()], "--prompt")])

@@ -85,7 +85,8 @@ class Remote:
         kind: "language_model" or "reward_model"; servers that say nothing about kinds are asked for any. key: what is
         sent; None: that of the environment. Raises InputError if the address, the key or the name is wrong.
         """
-        if problem := address_problem(url):
+        problem = address_problem(url)
+        if problem:
             raise InputError(problem.removeprefix("url: "))
         api = api_root(url)
         key = key or os.environ.get(KEY)

@@ -80,7 +80,8 @@ class Http:
     _reached: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if problem := address_problem(self.url):
+        problem = address_problem(self.url)
+        if problem:
             raise ValueError(problem)
         self._service = Service(
             self.api_key, self.concurrency, self.request_timeout, self.retries, self.max_answer_bytes
@@ -191,7 +192,8 @@ class Judge:
     max_answer_bytes: Positive = MOST_BYTES
 
     def __post_init__(self) -> None:
-        if problem := address_problem(self.url):
+        problem = address_problem(self.url)
+        if problem:
             raise ValueError(problem)
         if self.pattern is not None and self.schema_file is not None:
             raise ValueError("pattern and schema_file both say how to read an answer; leave one out")

@@ -308,7 +308,8 @@ class PublishingSampler:
                 answering.add(number)
                 world.submit(number, tokens, np.array(drawn.logps, np.float32), drawn.finished)
             for reply in world.replies(wait=not asked):
-                answering.remove(number := reply.conversation)
+                number = reply.conversation
+                answering.remove(number)
                 if reply.tokens is not None:
                     before = contexts[number][:0] if reply.replaces else contexts[number]
                     contexts[number] = np.concatenate([before, reply.tokens])
@@ -443,7 +444,8 @@ class PublishingSampler:
         """Have an engine load a policy, and compare its log-probabilities of the probe with the trainer's."""
         began = time.monotonic()
         if station.examined != self.needs:
-            if found := problems(station.engine, self.needs):
+            found = problems(station.engine, self.needs)
+            if found:
                 raise RunError("sampler: " + "; ".join(found))
             station.examined = self.needs
         if self.options.weights == "adapter":

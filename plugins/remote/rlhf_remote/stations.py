@@ -81,7 +81,8 @@ class Station:
         with self.changed:
             self.loaded.clear()
             self.examined = None
-            if (now := time.monotonic()) >= self.retry_at:
+            now = time.monotonic()
+            if now >= self.retry_at:
                 self.failures += 1
                 self.retry_at = now + min(FIRST_WAIT * 2 ** (self.failures - 1), LONGEST_WAIT)
 

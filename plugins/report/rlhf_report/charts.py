@@ -130,7 +130,8 @@ def charts(names: Iterable[str]) -> list[tuple[ChartKind, list[str]]]:
     left = [name for name in names if base(name) not in COUNTERS]
     grouped: list[tuple[ChartKind, list[str]]] = []
     for kind in KINDS:
-        if matching := _ordered(left, kind.names):
+        matching = _ordered(left, kind.names)
+        if matching:
             grouped.append((kind, matching))
             left = [name for name in left if name not in matching]
     others: dict[str, list[str]] = {}

@@ -173,7 +173,8 @@ def _as_pairs(records: Records) -> dict[str, str | list[str]]:
 
 
 def _format(table: Table, kind: str) -> str:
-    if kind == "pairs" and (family := preferences.id_columns(table)):
+    family = preferences.id_columns(table) if kind == "pairs" else ()
+    if family:
         return f"preferences: {' + '.join(family)}, token ids"
     what = {"pairs": "preferences", "texts": "demonstrations", "prompts": "prompts"}[kind]
     wanted = texts.read_columns(table) if kind == "texts" else ("prompt", "chosen", "rejected")

@@ -110,7 +110,8 @@ def _lines(stage: ReportedStage) -> tuple[str, ...]:
         lines.append(f"fresh {model.get('model_type', 'model')} {size}".rstrip())
     elif isinstance(model, str) and not re.fullmatch(r"\w+\.\w+", model):
         lines.append(_short(model))
-    if data := _data(stage.config.get("train_data")):
+    data = _data(stage.config.get("train_data"))
+    if data:
         lines.append(data)
     done = f"{stage.updates:,} updates" if stage.updates else ""
     lines.append(" · ".join(filter(None, [done, clock(stage.seconds) if stage.seconds else ""])))

@@ -172,7 +172,8 @@ def stage_sessions(
             sessions.append(Session(when, None))
         elif what != "warning" and sessions and sessions[-1].ended is None:
             sessions[-1] = Session(sessions[-1].began, when, what)
-    if not sessions and (began := _seconds(record.get("started"))) is not None:
+    began = _seconds(record.get("started"))
+    if not sessions and began is not None:
         sessions.append(Session(began, _seconds(record.get("finished"))))
     return tuple(
         Session(session.began, max(last, session.began), None)

@@ -328,11 +328,11 @@ def _of_rollouts(rollouts: Mapping[int, Sequence[Described]]) -> Completions:
 
 
 def _spread(name: str, rollouts: Mapping[int, Sequence[Described]]) -> Spread | None:
-    values = {
-        step: np.array(numbers, np.float64)
-        for step, texts in rollouts.items()
-        if (numbers := [text[name] for text in texts if text[name] is not None])
-    }
+    values = {}
+    for step, texts in rollouts.items():
+        numbers = [text[name] for text in texts if text[name] is not None]
+        if numbers:
+            values[step] = np.array(numbers, np.float64)
     if not values:
         return None
     steps = list(values)

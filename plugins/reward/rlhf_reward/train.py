@@ -38,7 +38,8 @@ def build(config: RewardConfig, context: Context) -> Build:
     held_out: list[ScoreEvaluation] = []
 
     def evaluation(field: str) -> Evaluate | None:
-        if (pairs := context.pairs(field, read_at=config.read_at)) is None:
+        pairs = context.pairs(field, read_at=config.read_at)
+        if pairs is None:
             return None
         rows = context.held_out(model, pairs, reads_tokens=False, group=2)
         own_metrics = context.own_metrics(len(rows.trees))

@@ -76,7 +76,8 @@ class MathVerify:
         calls = list(dict.fromkeys(pair for pair in pairs if pair is not None))
         outcomes = _pool().outcomes(calls, cpu_seconds=self.seconds) if calls else []
         verdicts = dict(zip(calls, map(_verdict, calls, outcomes), strict=True))
-        if unreadable := [pair[1] for pair, verdict in verdicts.items() if verdict is None]:
+        unreadable = [pair[1] for pair, verdict in verdicts.items() if verdict is None]
+        if unreadable:
             raise InputError(
                 *(f"reward 'math_verify': {_unreadable(answer)}" for answer in dict.fromkeys(unreadable))
             )

@@ -88,7 +88,8 @@ class _Place(NamedTuple):
 def read_number(text: str) -> Number | None:
     r"""Parse a text as one number, from its last \boxed{…} or after "####" where it has one; None if it is none."""
     text = plain_text(text)
-    if (box := last_box(text)) is not None:
+    box = last_box(text)
+    if box is not None:
         return _parse_alone(box)
     if "####" in text:
         return _after_hashes(text)
@@ -104,9 +105,11 @@ def final_number(text: str) -> Number | None:
     "5 or 6" after "answer is", and where the last one is denied, as in "it is not 7".
     """
     text = plain_text(text)
-    if (box := last_box(text)) is not None:
+    box = last_box(text)
+    if box is not None:
         return _parse_alone(box)
-    if (number := _after_hashes(text)) is not None:
+    number = _after_hashes(text)
+    if number is not None:
         return number
     marker = [None, *_ANSWER_IS.finditer(text)][-1]
     if marker is not None:
@@ -156,10 +159,12 @@ def _parse_claim(text: str, start: int) -> Number | None:
         assert unit is not None
         for end in (unit.end(), place.end):
             close = end + len(text[end : end + 9]) - len(text[end : end + 9].lstrip(") "))
-            if (after := _EQUALS.match(text, close)) is not None:
+            after = _EQUALS.match(text, close)
+            if after is not None:
                 start, calculated = after.end(), False
                 break
-            if (after := _OPERATOR.match(text, close)) is not None:
+            after = _OPERATOR.match(text, close)
+            if after is not None:
                 start, calculated = after.end(), True
                 break
         else:
@@ -201,7 +206,8 @@ def _place(text: str, run: re.Match[str]) -> _Place:
     start, end = run.span()
     word, percent = False, False
     value: Fraction | None
-    if (mixed := _MIXED.match(text, start)) is not None and " " not in run[0]:
+    mixed = _MIXED.match(text, start)
+    if mixed is not None and " " not in run[0]:
         whole, top, bottom = (int(part.replace(",", "")) for part in mixed.groups())
         value, end = (whole + Fraction(top, bottom) if bottom else None), mixed.end()
     else:
@@ -211,11 +217,13 @@ def _place(text: str, run: re.Match[str]) -> _Place:
             start = end - len(digits)
         word = _VERSION.fullmatch(digits) is not None
         value, end = _fraction(text, digits, end)
-    if (sign := _PERCENT.match(text, end)) is not None:
+    sign = _PERCENT.match(text, end)
+    if sign is not None:
         percent, end = True, sign.end()
     elif (scale := _SCALE.match(text, end)) is not None and value is not None:
         value, end = value * SCALES[scale[1].lower()], scale.end()
-    if (degrees := _DEGREES.match(text, end)) is not None:
+    degrees = _DEGREES.match(text, end)
+    if degrees is not None:
         end = degrees.end()
     begin, negative, before = _before(text, start)
     unit, after = _after(text, end)
@@ -227,7 +235,8 @@ def _place(text: str, run: re.Match[str]) -> _Place:
 
 def _with_exponent(text: str, digits: str, end: int) -> tuple[Fraction | None, int]:
     value = _value(digits)
-    if (exponent := _EXPONENT.match(text, end)) is None:
+    exponent = _EXPONENT.match(text, end)
+    if exponent is None:
         return value, end
     return None if value is None else value * Fraction(10) ** int(exponent[0][1:]), exponent.end()
 

@@ -69,7 +69,8 @@ def make_generation_params(
     own = () if body.ignore_eos else target.served.end_ids
     given = tuple(body.stop_token_ids or ())
     size = target.served.vocab_size
-    if unknown := [i for i in given if i >= size]:
+    unknown = [i for i in given if i >= size]
+    if unknown:
         raise BadRequest(
             f"stop_token_ids: {unknown[0]} is out of range (vocab_size {size})", param="stop_token_ids"
         )

@@ -77,7 +77,8 @@ class Server:
         if name in self.models:
             return self.models[name]
         for policy in self.policies():
-            if adapter := policy.adapters.get(name):
+            adapter = policy.adapters.get(name)
+            if adapter:
                 return NamedModel(name, policy, adapter.weights)
         raise BadRequest(
             f"model: there is no '{name}'.{suggest(name, self.names())} Models: {', '.join(self.names())}",
@@ -362,7 +363,8 @@ async def detokenize(request: Request) -> Response:
         body = read(Detokenize, content)
         encoder, _ = tokenizing(server, body.model)
         size = len(encoder.tokenizer)
-        if unknown := [i for i in body.tokens if i >= size]:
+        unknown = [i for i in body.tokens if i >= size]
+        if unknown:
             raise BadRequest(f"tokens: the tokenizer has no token {unknown[0]}", param="tokens")
         return {"prompt": encoder.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 

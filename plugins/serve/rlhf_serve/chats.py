@@ -40,7 +40,8 @@ def encode_chat(body: ChatRequest | Tokenize, target: NamedModel) -> np.ndarray:
     served = target.served
     given = body.messages or []
     messages = [with_joined_parts({k: v for k, v in each.items() if v is not None}) for each in given]
-    if problem := message_problem(messages):
+    problem = message_problem(messages)
+    if problem:
         raise BadRequest(f"messages: {problem}", param="messages")
     _check_tools(body.tools or [])
     kwargs = _template_kwargs(body)
@@ -74,7 +75,8 @@ def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
 def _template_kwargs(body: ChatRequest | Tokenize) -> dict[str, Any]:
     """Return the variables that a request gives the chat template."""
     kwargs = dict(body.chat_template_kwargs or {})
-    if problem := kwargs_problem(kwargs):
+    problem = kwargs_problem(kwargs)
+    if problem:
         raise BadRequest(f"chat_template_kwargs {problem}", param="chat_template_kwargs")
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
@@ -121,7 +123,8 @@ class Calling:
             start = text.lstrip()[: len(PYTHON_TAG)]
             return 0 if not start or start[0] in "{[" or PYTHON_TAG.startswith(start) else len(text)
         mark = form.opening.split()[0]
-        if (at := text.find(mark)) >= 0:
+        at = text.find(mark)
+        if at >= 0:
             return at
         special = pending.reader.special_ids
         for token, end in zip(pending.tokens, [0, *pending.text_ends], strict=False):
@@ -304,7 +307,8 @@ async def chat_stream(
             content, thought = tools.so_far(pending)
             sent[pending.number] = content, thought
             delta = {"content": content[len(before) :]}
-            if rest := thought[len(thought_before) :]:
+            rest = thought[len(thought_before) :]
+            if rest:
                 delta["reasoning_content"] = rest
             if not any(delta.values()) and not body.logprobs and not body.return_token_ids:
                 continue

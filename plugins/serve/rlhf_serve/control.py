@@ -141,7 +141,8 @@ class Control:
         if body.method != "reload_weights":
             raise BadRequest(f"method: '{body.method}' is not supported; reload_weights is", param="method")
         known = {"weights_path", "is_checkpoint_format"}
-        if unknown := sorted(set(body.kwargs) - known):
+        unknown = sorted(set(body.kwargs) - known)
+        if unknown:
             raise BadRequest(f"kwargs: {unknown[0]} is not supported; weights_path is", param="kwargs")
         served = self._policy(body.model)
         path = body.kwargs.get("weights_path") or served.path

@@ -103,7 +103,8 @@ class Policy:
     def sampled(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, likeliest: Any) -> None:
         """Pass tokens on."""
         self._tokens = max(self._tokens, len(tokens))
-        if pending := self.running.get(conversation):
+        pending = self.running.get(conversation)
+        if pending:
             self.events.append((pending.receive, (tokens, logps, likeliest, self.version)))
 
     def read(
@@ -114,13 +115,15 @@ class Policy:
         likeliest: tuple[np.ndarray, np.ndarray],
     ) -> None:
         """Pass on what the policy thinks of a prompt."""
-        if pending := self.running.get(conversation):
+        pending = self.running.get(conversation)
+        if pending:
             self.events.append((pending.read, (logps, ranks, *likeliest)))
 
     def submit(self, conversation: int, tokens: np.ndarray, logps: np.ndarray, finished: bool) -> None:
         """Note that a completion has ended by itself."""
         self.ending.append(conversation)
-        if pending := self.running.get(conversation):
+        pending = self.running.get(conversation)
+        if pending:
             self.events.append((pending.finish, ("stop" if finished else "length",)))
 
     def step(self) -> bool:
@@ -134,7 +137,8 @@ class Policy:
 
     def failed(self, conversation: int) -> None:
         """Note that a completion cannot go on."""
-        if pending := self.running.pop(conversation, None):
+        pending = self.running.pop(conversation, None)
+        if pending:
             error = RunError(
                 "the distribution of a next token is not finite: the weights hold NaN or infinity, or overflow"
             )

@@ -75,7 +75,8 @@ class ServedPolicy:
 
     def token_bytes(self, token: int) -> bytes:
         """Return what a token writes, UTF-8; of a special token its name."""
-        if (name := self._special.get(token)) is not None:
+        name = self._special.get(token)
+        if name is not None:
             return name.encode()
         if self._bytes is not None:
             return self._bytes[token] if token < len(self._bytes) else b""

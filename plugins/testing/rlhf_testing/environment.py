@@ -248,7 +248,8 @@ def _check_repetition(
     for number, before in enumerate(held):
         with _moment(0):
             after = again(number)
-        if difference := _difference(before, after, calls.deterministic):
+        difference = _difference(before, after, calls.deterministic)
+        if difference:
             changed = _changed_names(shared, _shared_values(held[0].environment))
             with findings.property("apart" if changed else "repeatable"):
                 if changed:
@@ -265,7 +266,8 @@ def _check_repetition(
         for number, before in enumerate(held):
             with _moment(1):
                 after = again(number)
-            if difference := _difference(before, after, True):
+            difference = _difference(before, after, True)
+            if difference:
                 raise Broken(_unrepeatable(number, difference, True), **after.shown)
         if not calls.asynchronous:
             _require_same_elsewhere(calls, rows, held, lines)
@@ -279,7 +281,8 @@ def _check_repetition(
                 first.step(lines[turn % len(lines)])
             if not second.over:
                 second.step(turned[turn % len(turned)])
-        if difference := _difference(held[0], first, True):
+        difference = _difference(held[0], first, True)
+        if difference:
             changed = _changed_names(shared, _shared_values(first.environment))
             which = f" ({' and '.join(changed)} changed)" if changed else ""
             raise Broken(
@@ -309,7 +312,8 @@ def _require_same_elsewhere(
     finally:
         pool.close()
     for number, (first, turns) in enumerate(elsewhere):
-        if difference := _first_difference(held[number].first, held[number].turns, first, turns):
+        difference = _first_difference(held[number].first, held[number].turns, first, turns)
+        if difference:
             raise Broken(
                 f"in another process, {difference}; iterate over sorted(…) instead of a set, and use hashlib instead "
                 "of hash(): Python seeds them differently in each process",

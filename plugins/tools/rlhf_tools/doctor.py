@@ -125,7 +125,8 @@ def devices() -> Iterator[Finding]:
         yield Finding("JAX_PLATFORMS", asked)
     elif found[0].platform == "cpu":
         for what, files, extra in (("GPU", GPUS, "cuda"), ("TPU", TPUS, "tpu")):
-            if problem := unused(what, files, extra, tracebacks.reasons):
+            problem = unused(what, files, extra, tracebacks.reasons)
+            if problem:
                 yield Finding(what, "not used", problem)
 
 

@@ -108,7 +108,8 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     lines += [f"{what}{made}{f', an adapter of {adapter}' if adapter else ''}.", ""]
     if stages:
         lines += _history(stages, manifest.get("versions", {}))
-    if stages and (shown := _metric_rows(stages[0])):
+    shown = _metric_rows(stages[0]) if stages else []
+    if shown:
         lines += ["## Metrics", "", "| metric | value | 95 % interval |", "|---|---|---|", *shown, ""]
     lines += ["## How to load it", ""]
     if reward and (exported / CARD).is_file():

@@ -33,7 +33,8 @@ def for_other_libraries(model: Model, contract: ScoringContract) -> Model:
     encoder = Encoder(model.tokenizer, contract.text_options)
     if contract.chat_template is not None:
         tokenizer.chat_template = template_text(tokenizer, contract.chat_template)
-    if templates := templates_of(tokenizer):
+    templates = templates_of(tokenizer)
+    if templates:
         written = {name: _self_contained(text, encoder, contract) for name, text in templates.items()}
         tokenizer.chat_template = written if set(written) - {"default"} else written["default"]
         trained = encoder.whole([PROBE[:1]], [PROBE[1:]])[0].tolist()

@@ -48,7 +48,8 @@ def check_on(
         echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:
         _print(found)
-    if problems := _problems(found):
+    problems = _problems(found)
+    if problems:
         raise InputError(*problems)
 
 
@@ -117,7 +118,8 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
         return notes
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage["resident"].items())
     out = [*notes, f"always in memory: {held}", *_collectives(programs)]
-    if brought := [f"{each['name']} {format_bytes(each['host'])}" for each in programs if each["host"]]:
+    brought = [f"{each['name']} {format_bytes(each['host'])}" for each in programs if each["host"]]
+    if brought:
         out.append(f"from the host's memory, per call: {', '.join(brought)}")
     if not any(each["error"] for each in programs):
         out += _speeds(stage)
@@ -127,7 +129,8 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
     for each in programs:
         if each["error"] is not None:
             out.append(f"{each['name']}: {each['error']}")
-        if uncounted := {*each["call"]["uncounted"], *(each["step"] or each["call"])["uncounted"]}:
+        uncounted = {*each["call"]["uncounted"], *(each["step"] or each["call"])["uncounted"]}
+        if uncounted:
             out.append(f"{each['name']}: FLOPs without those of the kernels {', '.join(sorted(uncounted))}")
     return out
 
@@ -135,7 +138,8 @@ def lines(stage: Mapping[str, Any]) -> list[str]:
 def _speeds(stage: Mapping[str, Any]) -> Iterator[str]:
     """Say how fast a stage is at most, and what an update spends its time on."""
     for what, tokens in (("training", stage["training_tokens"]), ("sampling", stage["sampled_tokens"])):
-        if seconds := stage[f"{what}_seconds"]:
+        seconds = stage[f"{what}_seconds"]
+        if seconds:
             mfu = _percent(stage[f"{what}_mfu"])
             yield f"{what}: at most {tokens / seconds:,.0f} tokens/s, MFU at most {mfu}"
     update = stage["update_seconds"]

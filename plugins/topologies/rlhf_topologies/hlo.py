@@ -146,10 +146,13 @@ class ProgramReader:
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
             if not line.startswith(" "):
-                if header := HEADER.match(line):
+                header = HEADER.match(line)
+                if header:
                     current = self.computations[header[2]] = {}
                     self.entry = header[2] if header[1] else self.entry
-            elif match := INSTRUCTION.match(line):
+                continue
+            match = INSTRUCTION.match(line)
+            if match:
                 each = _instruction(match[1], match[2], "ROOT " in line[: match.start(1)])
                 current[each.name] = each
         partitions = re.search(r"num_partitions=(\d+)", text[:20_000])
@@ -180,7 +183,8 @@ class ProgramReader:
         """Return how often a loop runs: what XLA says of it, else by a counter from one constant to another in constant
         steps; None where it depends on data.
         """
-        if known := TRIPS.search(loop.attributes):
+        known = TRIPS.search(loop.attributes)
+        if known:
             return float(known[1])
         condition = self.computations[re.findall(r"condition=%?([\w.-]+)", loop.attributes)[0]]
         body = self.computations[called_by(loop)[0]]
@@ -209,7 +213,8 @@ class ProgramReader:
         total, called = Counts(), called_by(each)
         if each.opcode == "while":
             known = self._rounds(each, inside)
-            if rounds := self.trips if known is None else known:
+            rounds = self.trips if known is None else known
+            if rounds:
                 total.add(self.of(called[0]), rounds)
         elif each.opcode in ("call", "async-start"):
             for name in called:
@@ -343,7 +348,8 @@ def _count_call(each: Instruction, inside: Computation, total: Counts) -> None:
     """Count the products of a kernel: those that it states; of cuDNN's attention two forward and five backward."""
     found = TARGET.search(each.attributes)
     target = found[1] if found else ""
-    if stated := stated_cost(each):
+    stated = stated_cost(each)
+    if stated:
         largest = max(each.operands, key=lambda name: shape_bytes(inside[name].shape))
         total.products[_first_array(largest, inside)[0]] = stated.get("flops", 0.0)
     elif "fmha" in target:
@@ -367,7 +373,8 @@ def _traffic(shape: str) -> float:
 
 
 def _bytes(each: Instruction, inside: Computation) -> float:
-    if (stated := stated_cost(each).get("bytes_accessed")) is not None:
+    stated = stated_cost(each).get("bytes_accessed")
+    if stated is not None:
         return stated
     given = _traffic(each.shape)
     taken = [_traffic(inside[name].shape) for name in each.operands if name in inside]
@@ -417,13 +424,16 @@ def _fusion_bytes(each: Instruction, inside: Computation, body: Computation) -> 
 def device_groups(attributes: str, devices: int) -> list[list[int]]:
     """Read the groups of devices that a collective works in."""
     groups: list[list[int]]
-    if found := GROUPS.search(attributes):
+    found = GROUPS.search(attributes)
+    if found:
         groups = _device_order(found[2], found[3]).reshape(_integers(found[1])).tolist()
         return groups
-    if found := MESH_GROUPS.search(attributes):
+    found = MESH_GROUPS.search(attributes)
+    if found:
         groups = _mesh_groups(*found.groups())
         return groups
-    if listed := LISTED_GROUPS.search(attributes):
+    listed = LISTED_GROUPS.search(attributes)
+    if listed:
         return [_integers(group) for group in listed[1].split("},{")]
     return [list(range(devices))]
 

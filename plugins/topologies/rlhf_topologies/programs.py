@@ -187,7 +187,8 @@ def _reward_models(context: Context) -> Mapping[str, Definition | None]:
     described: dict[str, Definition | None] = {}
     rewards: Any = getattr(context.config, "rewards", ())
     for reward in rewards:
-        if isinstance(model := reward.options.get("model"), str):
+        model = reward.options.get("model")
+        if isinstance(model, str):
             found = definition_of(context.described_by(model), "score", context.tokenizer, context.registry)
             described[f"reward {reward.label or reward.name}"] = None if found is None else found[0]
     return described

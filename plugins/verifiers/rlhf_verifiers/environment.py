@@ -54,7 +54,8 @@ class Verifiers:
         """Give the agent its model's message; return what it adds to the conversation, or the episode's rewards."""
         assert self.episode is not None
         message = {"role": "assistant", "content": completion.get("content") or ""}
-        if calls := completion.get("tool_calls"):
+        calls = completion.get("tool_calls")
+        if calls:
             message["tool_calls"] = [
                 wire(call, number) for number, call in enumerate(calls, len(self.messages))
             ]
@@ -123,7 +124,8 @@ def failure(episode: OpenEpisode) -> str:
     """Say why verifiers gave an episode up."""
     errors = [] if episode.trace is None else list(episode.trace.errors)
     if episode.task is not None and episode.task.done() and not episode.task.cancelled():
-        if (raised := episode.task.exception()) is not None:
+        raised = episode.task.exception()
+        if raised is not None:
             return f"verifiers: {raised}"
         errors += episode.task.result().errors
     return "verifiers: " + (

@@ -251,7 +251,8 @@ def _facts(rows: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
     sessions = sum(event.get("event") in ("begun", "continued") for event in events)
     if sessions > 1:
         yield f"in {sessions} sessions"
-    if programs := compiled(events):
+    programs = compiled(events)
+    if programs:
         yield f"compiled {programs}"
 
 
