@@ -67,13 +67,14 @@ def _files(data: Any) -> list[Path]:
     """Return the files that a field of data names."""
     if isinstance(data, str):
         return [Path(data)]
+    parts = []
     if isinstance(data, Mapping):
         if "path" in data:
             return [Path(str(data["path"]))]
-        return [path for value in data.values() if isinstance(value, str | Mapping) for path in _files(value)]
-    if isinstance(data, Sequence):
-        return [path for each in data for path in _files(each)]
-    return []
+        parts = [value for value in data.values() if isinstance(value, str | Mapping)]
+    elif isinstance(data, Sequence):
+        parts = list(data)
+    return [path for part in parts for path in _files(part)]
 
 
 def _prompts(path: Path) -> Iterator[tuple[int, str]]:

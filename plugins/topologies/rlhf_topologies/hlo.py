@@ -236,8 +236,10 @@ class ProgramReader:
                 total.sent, total.network = total.sent / 2, total.network / 2
                 total.collectives = {"reduce-scatter": total.collectives.get("all-reduce", [0.0, 0.0])}
         elif each.opcode in ("dot", "convolution"):
-            flops = (_dot_flops if each.opcode == "dot" else _convolution_flops)(each, inside)
-            total.products[_first_array(each.operands[0], inside)[0]] = flops
+            flops_of = _dot_flops if each.opcode == "dot" else _convolution_flops
+            flops = flops_of(each, inside)
+            dtype, _, _ = _first_array(each.operands[0], inside)
+            total.products[dtype] = flops
         elif each.opcode == "custom-call":
             _count_call(each, inside, total)
         kind = each.opcode.removesuffix("-start")

@@ -83,7 +83,10 @@ def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) ->
         return StagePrograms(note=NOT_HERE)
     state, _ = made.state(config, context.stage)
     models: Any = made.models
-    model: Model = models if isinstance(models, Model) else models[next(iter(made.trains or models))]
+    model: Model = models
+    if not isinstance(models, Model):
+        first, *_ = made.trains or models
+        model = models[first]
     held = resident(state) | {name: tree for name, tree in made.held.items() if device_bytes(tree)}
     # By name: shapes on GPUs that need not exist do not say that they wait in the host's memory.
     waits: set[str] = {*config.offload}
