@@ -95,23 +95,13 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     stage = stages[0].spec if stages else {}
     base = _base_model(stages)
     adapter = _base_of_adapter(exported, repository)
-    tags = ["rlhf"]
-    if stage:
-        tags.append(stage["trainer"])
-    front: dict[str, Any] = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-classification" if reward else "text-generation",
-        "tags": tags,
-    }
-    if base:
-        front["base_model"] = base
     about = "A reward model" if reward else "A language model"
     if stage:
         about += f", made by the stage `{stage['name']}` (trainer `{stage['trainer']}`)"
     if adapter:
         about += f", an adapter of {adapter}"
     title = repository.partition("/")[2] or repository
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines = _front_matter(reward=reward, trainer=stage.get("trainer"), base=base, adapter=adapter)
     lines += [f"# {title}", "", f"{about}.", ""]
     if stages:
         lines += _history(stages, manifest.get("versions", {}))
@@ -123,6 +113,21 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
         text = (exported / CARD).read_text(encoding="utf-8").partition("\n")[2].strip()
         return "\n".join(lines) + text.replace('"MODEL"', json.dumps(repository)) + "\n"
     return "\n".join([*lines, *_loading(repository, adapter)]) + "\n"
+
+
+def _front_matter(*, reward: bool, trainer: str | None, base: str | None, adapter: str | None) -> list[str]:
+    """Return the lines that the hub reads of a card."""
+    tags = ["rlhf"]
+    if trainer is not None:
+        tags.append(trainer)
+    front: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-classification" if reward else "text-generation",
+        "tags": tags,
+    }
+    if base:
+        front["base_model"] = base
+    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
 
 
 def _base_model(stages: Sequence[StageDirectory]) -> str | None:
