@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_audit.check import FAIL, NOT_APPLICABLE, Check
+from rlhf_audit.check import FAIL, NOT_APPLICABLE, PASS, Check
 from rlhf_audit.data import evaluations, held_out
 from rlhf_audit.files import artifacts, journal, ledger, logged_rewards, metrics, rows
 from rlhf_audit.replaying import replay_check
@@ -208,19 +208,21 @@ def lines(found: dict[str, list[Check]]) -> Iterator[str]:
         applied = [check for check in checks if check.verdict != NOT_APPLICABLE]
         width = max(len(check.name) for check in applied)
         for check in applied:
-            rest = "; ".join(part for part in (check.number, check.why) if part)
-            yield f"  {check.verdict:4}  {check.name:{width}}  {rest}".rstrip()
+            yield f"  {check.verdict:4}  {check.name:{width}}  {_number_and_why(check)}".rstrip()
             if check.where and check.verdict == FAIL:
                 yield f"        {'':{width}}  {check.where}"
         names: dict[str, list[str]] = defaultdict(list)
         for check in checks:
             if check.verdict == NOT_APPLICABLE:
-                names["; ".join(part for part in (check.number, check.why) if part)].append(check.name)
+                names[_number_and_why(check)].append(check.name)
         for why, skipped in names.items():
             yield f"  n/a   {', '.join(skipped)}: {why}"
-    every = [check for checks in found.values() for check in checks]
-    counts = [sum(check.verdict == verdict for check in every) for verdict in ("pass", FAIL, NOT_APPLICABLE)]
-    yield f"{counts[0]} pass, {counts[1]} fail, {counts[2]} not applicable"
+    verdicts = Counter(check.verdict for checks in found.values() for check in checks)
+    yield f"{verdicts[PASS]} pass, {verdicts[FAIL]} fail, {verdicts[NOT_APPLICABLE]} not applicable"
+
+
+def _number_and_why(check: Check) -> str:
+    return "; ".join(part for part in (check.number, check.why) if part)
 
 
 def as_json(found: dict[str, list[Check]]) -> str:

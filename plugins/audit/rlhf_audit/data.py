@@ -25,14 +25,15 @@ def held_out(subject: Subject) -> Check:
     Rows that share a prompt and nothing else, as pairs do that vary their answer, count as well.
     """
     name = "held-out prompts"
-    train, held = (_files(subject.config.get(field)) for field in ("train_data", "eval_data"))
+    train = _files(subject.config.get("train_data"))
+    held = _files(subject.config.get("eval_data"))
     if not held:
         return skipped(name, "there is no eval_data")
-    unread = [
-        str(path) for path in (*train, *held) if path.suffix not in (".jsonl", ".json") or not path.is_file()
-    ]
-    if unread or not train:
-        return skipped(name, f"{unread[0] if unread else 'train_data'} is no file of JSON lines that is here")
+    for path in (*train, *held):
+        if path.suffix not in (".jsonl", ".json") or not path.is_file():
+            return skipped(name, f"{path} is no file of JSON lines that is here")
+    if not train:
+        return skipped(name, "train_data is no file of JSON lines that is here")
     trained = {prompt for path in train for _, prompt in _prompts(path)}
     loosely = {plain(prompt) for prompt in trained}
     equal = similar = total = 0
@@ -40,10 +41,13 @@ def held_out(subject: Subject) -> Check:
     for path in held:
         for line, prompt in _prompts(path):
             total += 1
-            found = prompt in trained
-            equal += found
-            similar += not found and plain(prompt) in loosely
-            if not place and plain(prompt) in loosely:
+            if prompt in trained:
+                equal += 1
+            elif plain(prompt) in loosely:
+                similar += 1
+            else:
+                continue
+            if not place:
                 place = f"{path}, line {line}"
     if not total:
         return skipped(name, "no row of eval_data has a prompt")
@@ -63,13 +67,14 @@ def _files(data: Any) -> list[Path]:
     """Return the files that a field of data names."""
     if isinstance(data, str):
         return [Path(data)]
+    parts = []
     if isinstance(data, Mapping):
         if "path" in data:
             return [Path(str(data["path"]))]
-        return [path for value in data.values() if isinstance(value, str | Mapping) for path in _files(value)]
-    if isinstance(data, Sequence):
-        return [path for each in data for path in _files(each)]
-    return []
+        parts = [value for value in data.values() if isinstance(value, str | Mapping)]
+    elif isinstance(data, Sequence):
+        parts = list(data)
+    return [path for part in parts for path in _files(part)]
 
 
 def _prompts(path: Path) -> Iterator[tuple[int, str]]:
@@ -108,35 +113,42 @@ def evaluations(subject: Subject) -> Check:
         return skipped(name, "no evaluation was written per row")
     logged = {row.get("step"): row for row in subject.stage.metrics}
     for step in steps:
-        for metric, value in (found[step].get("metrics") or {}).items():
-            key = metric if metric.startswith("eval_") else f"eval_{metric}"
-            said = logged.get(step, {}).get(key)
-            if (
-                said is not None
-                and value is not None
-                and not math.isclose(said, value, rel_tol=1e-6, abs_tol=1e-9)
-            ):
-                where = str(subject.dir / "evaluations" / f"{step:06d}.json")
-                return Check(
-                    name, FAIL, f"update {step}", f"{key} is {value} here and {said} in the metrics", where
-                )
+        why = _unlike_logged(found[step].get("metrics") or {}, logged.get(step, {}))
+        if why:
+            where = str(subject.dir / "evaluations" / f"{step:06d}.json")
+            return Check(name, FAIL, f"update {step}", why, where)
     if len(steps) < 2:
         return Check(name, PASS, "one evaluation, as logged")
-    first, last = (_by_row(found[step]) for step in (steps[0], steps[-1]))
+    first, last = _by_row(found[steps[0]]), _by_row(found[steps[-1]])
     shared = sorted(first.keys() & last.keys())
-    field = next((each for each in VALUES if shared and each in first[shared[0]]), None)
-    if field is None:
+    fields = [each for each in VALUES if shared and each in first[shared[0]]]
+    if not fields:
         return skipped(name, "rows have no value in common")
-    pairs = [(first[row].get(field), last[row].get(field)) for row in shared]
-    change = np.array(
-        [later - before for before, later in pairs if before is not None and later is not None], float
-    )
+    field = fields[0]
+    changes = []
+    for row in shared:
+        before, later = first[row].get(field), last[row].get(field)
+        if before is not None and later is not None:
+            changes.append(later - before)
+    change = np.array(changes, float)
     if len(change) < 2:
         return skipped(name, "fewer than two rows were evaluated twice")
     error = float(change.std(ddof=1)) / math.sqrt(len(change))
     interval = f"{field} {change.mean():+.4g} ± {1.96 * error:.2g}"
     number = f"{interval} over {len(change)} rows, update {steps[0]} to {steps[-1]}"
     return Check(name, PASS, number, values={"change": float(change.mean()), "standard_error": error})
+
+
+def _unlike_logged(evaluated: Mapping[str, Any], logged: Mapping[str, Any]) -> str:
+    """Say which metric of an evaluation was logged with another value; empty where none was."""
+    for metric, value in evaluated.items():
+        key = metric if metric.startswith("eval_") else f"eval_{metric}"
+        said = logged.get(key)
+        if said is None or value is None:
+            continue
+        if not math.isclose(said, value, rel_tol=1e-6, abs_tol=1e-9):
+            return f"{key} is {value} here and {said} in the metrics"
+    return ""
 
 
 def _by_row(evaluation: Mapping[str, Any]) -> dict[Any, Mapping[str, Any]]:

@@ -191,7 +191,8 @@ def ledger(subject: Subject) -> Check:
         return Check(name, FAIL, "", f"it cannot be read: {error}", str(path))
     if host is None:
         return skipped(name, "the checkpoint has no ledger")
-    entered, begun = host["ledger"], host["sampled"]
+    entered = host["ledger"]
+    begun = host["sampled"]
     trained = entered["used"] + entered["training"] + entered["passed_over"]
     step = int(path.parent.name)
     first = subject.numbers[0]
@@ -201,22 +202,20 @@ def ledger(subject: Subject) -> Check:
     there = [rollouts[number] for number in range(first, until) if number in rollouts]
     if first or len(there) < until:
         return skipped(name, "the journal does not reach back to the first rollout")
-    groups = sum(len(rollout.prompts) for rollout in there)
-    dropped = sum(
-        int(rollout.metrics.get(f"dynamic_sampling/{what}", 0))
-        for rollout in there
-        for what in ("dropped", "surplus")
-    )
+    groups, dropped = 0, 0
+    for rollout in there:
+        groups += len(rollout.prompts)
+        dropped += int(rollout.metrics.get("dynamic_sampling/dropped", 0))
+        dropped += int(rollout.metrics.get("dynamic_sampling/surplus", 0))
+    counted = entered["equal"] + entered["surplus"]
     problem = ""
     if trained != groups:
         problem = f"{trained} groups were trained on, and the journal has {groups}"
-    elif entered["equal"] + entered["surplus"] != dropped:
-        problem = (
-            f"{entered['equal'] + entered['surplus']} groups were dropped, and the journal says {dropped}"
-        )
+    elif counted != dropped:
+        problem = f"{counted} groups were dropped, and the journal says {dropped}"
     elif begun < until:
         problem = f"{begun} rollouts were sampled, and {until} trained on"
-    number = f"{trained} groups trained on, {entered['equal'] + entered['surplus']} dropped"
+    number = f"{trained} groups trained on, {counted} dropped"
     return Check(name, verdict_of(problem), number, problem, str(path) if problem else "", {"groups": groups})
 
 
@@ -319,40 +318,56 @@ def _digests(subject: Subject) -> Iterator[tuple[int, tuple[int, str]]]:
 def logged_rewards(subject: Subject) -> Check:
     """Compare the mean rewards that were logged with those of the journal."""
     name = "logged rewards"
-    each, every = subject.updates_per_rollout, int(subject.config.get("log_steps") or 0)
+    each = subject.updates_per_rollout
+    every = int(subject.config.get("log_steps") or 0)
     reason = _not_comparable(subject)
-    if each is None or not every or reason:
-        return skipped(name, reason or "fewer than two rollouts, or nothing was logged")
-    means = {}
-    for entry in subject.rollouts():
-        rollout = entry.rollout
-        if rollout.rounds > 1 and rollout.dropped is None:
-            return skipped(
-                name, "metrics are over groups that the journal does not have: dynamic_sampling dropped them"
-            )
-        total = rollout.total
-        if rollout.dropped is not None:
-            total = np.concatenate([total, rollout.dropped.total])
-        means[rollout.number] = (float(np.nansum(total)), int((~np.isnan(total)).sum()))
+    if reason:
+        return skipped(name, reason)
+    if each is None or not every:
+        return skipped(name, "fewer than two rollouts, or nothing was logged")
+    sums = _reward_sums(subject)
+    if sums is None:
+        return skipped(
+            name, "metrics are over groups that the journal does not have: dynamic_sampling dropped them"
+        )
     compared, before, worst = 0, 0, 0.0
     for row in subject.stage.metrics:
         step, said = row.get("step"), row.get("reward")
         if not isinstance(step, int) or said is None:
             continue
-        spans = [number for number in range(before // each, math.ceil(step / each)) if number in means]
-        complete = before % each == 0 and step % each == 0 and len(spans) == (step - before) // each
-        before = step
-        if not complete or not spans:
+        start, before = before, step
+        if start % each or step % each:
+            continue  # a row of a part of a rollout
+        numbers = range(start // each, step // each)
+        if not numbers or any(number not in sums for number in numbers):
             continue
-        mean = sum(means[number][0] for number in spans) / max(sum(means[number][1] for number in spans), 1)
+        total = sum(sums[number][0] for number in numbers)
+        count = sum(sums[number][1] for number in numbers)
+        mean = total / max(count, 1)
+        apart = abs(mean - said)
         compared += 1
-        worst = max(worst, abs(mean - said))
+        worst = max(worst, apart)
         if not math.isclose(mean, said, rel_tol=1e-4, abs_tol=1e-5):
             problem = f"update {step} logged a mean reward of {said:.6g}, and the journal has {mean:.6g}"
-            return Check(name, FAIL, f"{abs(mean - said):.2g} apart", problem, str(subject.dir / METRICS))
+            return Check(name, FAIL, f"{apart:.2g} apart", problem, str(subject.dir / METRICS))
     if not compared:
         return skipped(name, "no row of the metrics covers whole rollouts")
     return Check(name, PASS, f"{compared} rows, at most {worst:.1g} apart", values={"rows": compared})
+
+
+def _reward_sums(subject: Subject) -> dict[int, tuple[float, int]] | None:
+    """Return {rollout: (sum of its rewards, how many there are)}; None where groups that were dropped are not kept."""
+    sums = {}
+    for entry in subject.rollouts():
+        rollout = entry.rollout
+        if rollout.rounds > 1 and rollout.dropped is None:
+            return None
+        total = rollout.total
+        if rollout.dropped is not None:
+            total = np.concatenate([total, rollout.dropped.total])
+        scored = int((~np.isnan(total)).sum())
+        sums[rollout.number] = (float(np.nansum(total)), scored)
+    return sums
 
 
 def _not_comparable(subject: Subject) -> str:

@@ -119,7 +119,8 @@ def rewards(subject: Subject, stage: Stage | str, *, call: bool) -> Check:
         try:
             if hasattr(reward.function, "setup"):
                 reward.function.setup(stage)
-            first, second = (score([reward], inputs)[:, 0] for _ in range(2))
+            first = score([reward], inputs)[:, 0]
+            second = score([reward], inputs)[:, 0]
         except (InputError, RunError) as error:
             left_out.append(f"'{reward.label}' cannot be called: {str(error).splitlines()[0]}")
             continue
@@ -132,7 +133,8 @@ def rewards(subject: Subject, stage: Stage | str, *, call: bool) -> Check:
                 why = f"'{reward.label}' gave {then:.6g} then and {now:.6g} now"
                 where = f"{subject.journal_file(rollout.number)}, completion {row}"
                 return Check(name, FAIL, f"{len(chosen)} completions", why, where)
-            apart = max(apart, abs(then - now)) if math.isfinite(now) else apart
+            if math.isfinite(now):
+                apart = max(apart, abs(then - now))
     if random:
         left_out.append(f"'{random[0]}' gives other values for the same completions")
     if len(left_out) == len(functions):

@@ -180,13 +180,12 @@ def _format(table: Table, kind: str) -> str:
     wanted = texts.read_columns(table) if kind == "texts" else ("prompt", "chosen", "rejected")
     columns = [name for name in wanted if name in table.columns]
     chats = [name for name in columns if table.kind(name).chat]
-    holds = (
-        "texts"
-        if not chats
-        else "conversations"
-        if chats == columns
-        else f"{', '.join(chats)}: conversations"
-    )
+    if not chats:
+        holds = "texts"
+    elif chats == columns:
+        holds = "conversations"
+    else:
+        holds = f"{', '.join(chats)}: conversations"
     return f"{what}: {' + '.join(columns)}, {holds}"
 
 

@@ -54,9 +54,11 @@ def references(stages: Sequence[ReportedStage]) -> list[tuple[str, str, str]]:
     uses: dict[tuple[str, str], list[str]] = {}
     for stage in stages:
         for key, value in flat(stage.config).items():
-            source, dot, output = value.partition(".") if isinstance(value, str) else ("", "", "")
+            if not isinstance(value, str):
+                continue
+            source, dot, output = value.partition(".")
             if dot and source in names - {stage.name} and re.fullmatch(r"\w+", output):
-                use = "reward" if key.startswith("reward") else "model" if key == "model" else key
+                use = "reward" if key.startswith("reward") else key
                 uses.setdefault((source, stage.name), []).append(use)
     return [(a, b, ", ".join(dict.fromkeys(names))) for (a, b), names in uses.items()]
 

@@ -35,31 +35,26 @@ def summary(
     training are told of, too.
     """
     scored = [row for row in evaluations if "prompt_rewards" in row]
-    lost = [row for row in evaluations if "row_losses" in row]
-    shown = completions if completions is not None and completions.of_fixed_prompts_twice else None
-    calibrated = [row for row in evaluations if "calibration" in row]
     texts = []
     if len(scored) == 2:
-        updates = (scored[0]["step"], scored[1]["step"])
-        texts.append(_rewards(stage, updates, *(row["prompt_rewards"] for row in scored)))
-    if shown is not None:
-        before, after = zip(*shown.prompt_means, strict=True)
+        first, last = scored
+        updates = (first["step"], last["step"])
+        texts.append(_rewards(stage, updates, first["prompt_rewards"], last["prompt_rewards"]))
+    if completions is not None and completions.of_fixed_prompts_twice:
+        before, after = zip(*completions.prompt_means, strict=True)
         if len(scored) < 2:
-            texts.append(_rewards(stage, shown.updates, before, after))
-        elif scored[0]["step"] > shown.updates[0]:
-            texts.append(_kept(shown.updates, before, after))
-    accuracy = next((name for name in ACCURACIES if name in stage.metrics), None)
-    if not texts and calibrated and accuracy:
-        pairs = round(sum(row_bin["pairs"] for row_bin in calibrated[-1]["calibration"]))
-        texts.append(_accuracy(stage, accuracy, pairs))
-    elif not texts and evaluations and accuracy:
-        texts.append(_accuracy(stage, accuracy, evaluations[-1].get("pairs", 0)))
-    text = " ".join(filter(None, texts)) or _loss(stage)
-    if is_doubtful:
-        text = text.replace(IMPROVED, DOUBTED)
-    if text and len(lost) == 2 and not texts:
-        text += _loss_of_rows(*(row["row_losses"] for row in lost))
-    return text
+            texts.append(_rewards(stage, completions.updates, before, after))
+        elif scored[0]["step"] > completions.updates[0]:
+            texts.append(_kept(completions.updates, before, after))
+    accuracies = [name for name in ACCURACIES if name in stage.metrics]
+    if not texts and evaluations and accuracies:
+        texts.append(_accuracy(stage, accuracies[0], _pairs(evaluations)))
+    if not texts:
+        return _losses(stage, evaluations)
+    text = " ".join(text for text in texts if text)
+    if not text:
+        return _loss(stage)
+    return text.replace(IMPROVED, DOUBTED) if is_doubtful else text
 
 
 def _rewards(
@@ -89,13 +84,11 @@ def _rewards(
         return f"{text}. So few prompts say nothing about others."
     half = t_quantile(len(both) - 1) * change.std(ddof=1) / np.sqrt(len(both))
     low, high = change.mean() - half, change.mean() + half
-    verdict = (
-        IMPROVED
-        if low > 0
-        else "more than chance: the model is worse than before"
-        if high < 0
-        else "which may be noise: the interval contains 0"
-    )
+    verdict = "which may be noise: the interval contains 0"
+    if low > 0:
+        verdict = IMPROVED
+    elif high < 0:
+        verdict = "more than chance: the model is worse than before"
     return f"{text} (95 % interval over prompts: {low:+.3g} to {high:+.3g}), {verdict}."
 
 
@@ -114,6 +107,24 @@ def _kept(updates: tuple[int, int], before: Sequence[float | None], after: Seque
 
 def _both(before: Sequence[float | None], after: Sequence[float | None]) -> list[tuple[float, float]]:
     return [(b, a) for b, a in zip(before, after, strict=False) if b is not None and a is not None]
+
+
+def _pairs(evaluations: Sequence[Mapping[str, Any]]) -> int:
+    """Count the pairs that were evaluated last: those of the last calibration, where there is one."""
+    calibrations = [row["calibration"] for row in evaluations if "calibration" in row]
+    if calibrations:
+        return round(sum(row_bin["pairs"] for row_bin in calibrations[-1]))
+    pairs: int = evaluations[-1].get("pairs", 0)
+    return pairs
+
+
+def _losses(stage: ReportedStage, evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """Say what the held-out loss was, and how that of each row changed where two evaluations have them."""
+    text = _loss(stage)
+    lost = [row["row_losses"] for row in evaluations if "row_losses" in row]
+    if text and len(lost) == 2:
+        text += _loss_of_rows(lost[0], lost[1])
+    return text
 
 
 def _loss_of_rows(before: Sequence[float | None], after: Sequence[float | None]) -> str:

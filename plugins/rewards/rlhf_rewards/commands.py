@@ -78,7 +78,8 @@ def score(
     read = data.Records([prompts_as_turns(table) for table in records.tables]) if chat else records
     _warn_untemplated(read, lists, scorer)
     stream = None if output is None else open_stream(output)
-    unfinished, unread = None, []
+    unfinished = None
+    unread: list[str] = []
     if output is not None and stream is None:
         settings = [model, normalize, base, quantize, prompt_repeated, chat]
         unfinished = Unfinished(output, identity_of(scorer, records, settings), scorer)
@@ -86,16 +87,19 @@ def score(
         if summary.rows:
             echo(f"{output}: resuming after {summary.rows:,} rows already scored", err=True)
         unread = unfinished.unread
-    done = unfinished.parts if unfinished else 0
+    done = 0 if unfinished is None else unfinished.parts
     with stream or nullcontext():
         for part in scorer.score_parts(read, prompt_repeated=prompt_repeated, skip=done):
-            count = len(next(iter(part.scores.values())))
-            rows = with_scores(records[summary.rows : summary.rows + count], part)
+            scores, *_ = part.scores.values()  # each has a score of every row
+            rows = with_scores(records[summary.rows : summary.rows + len(scores)], part)
             text = "".join(map(row_text, rows))
             if unfinished is not None:
-                unfinished.write(text, part.unread)
+                unfinished.write(text, part.unread)  # which adds to `unread`
+            elif stream is not None:
+                stream.write(text)
+                unread += part.unread
             else:
-                (stream or sys.stdout).write(text if stream else for_reader(text))
+                sys.stdout.write(for_reader(text))
                 unread += part.unread
             summary.add(rows)
     if unfinished is not None:

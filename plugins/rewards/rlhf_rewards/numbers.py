@@ -203,13 +203,13 @@ def _fraction(text: str, digits: str, end: int) -> tuple[Fraction | None, int]:
 
 
 def _place(text: str, run: re.Match[str]) -> _Place:
+    """Read the number at a run of digits: its value, then a percent sign, a scale or a unit, then what is around it."""
     start, end = run.span()
-    word, percent = False, False
+    word = False
     value: Fraction | None
     mixed = _MIXED.match(text, start)
     if mixed is not None and " " not in run[0]:
-        whole, top, bottom = (int(part.replace(",", "")) for part in mixed.groups())
-        value, end = (whole + Fraction(top, bottom) if bottom else None), mixed.end()
+        value, end = _mixed_fraction(mixed), mixed.end()
     else:
         digits = run[0]
         if " " in digits and not _GROUPED.fullmatch(digits):  # several numbers: the last one
@@ -217,11 +217,12 @@ def _place(text: str, run: re.Match[str]) -> _Place:
             start = end - len(digits)
         word = _VERSION.fullmatch(digits) is not None
         value, end = _fraction(text, digits, end)
-    sign = _PERCENT.match(text, end)
-    if sign is not None:
-        percent, end = True, sign.end()
-    elif (scale := _SCALE.match(text, end)) is not None and value is not None:
-        value, end = value * SCALES[scale[1].lower()], scale.end()
+    percent, scale = _PERCENT.match(text, end), _SCALE.match(text, end)
+    if percent is not None:
+        end = percent.end()
+    elif scale is not None and value is not None:
+        value *= SCALES[scale[1].lower()]
+        end = scale.end()
     degrees = _DEGREES.match(text, end)
     if degrees is not None:
         end = degrees.end()
@@ -230,7 +231,17 @@ def _place(text: str, run: re.Match[str]) -> _Place:
     word = word or before == "word" or after == "word"
     if value is None or "part" in (before, after):
         return _Place(begin, max(end, unit), None, word)
-    return _Place(begin, unit, Number(-value if negative else value, percent), word)
+    if negative:
+        value = -value
+    return _Place(begin, unit, Number(value, percent is not None), word)
+
+
+def _mixed_fraction(mixed: re.Match[str]) -> Fraction | None:
+    """Return the value of a whole number and a fraction, as in 2 1/2; None where that divides by zero."""
+    whole, top, bottom = (int(part.replace(",", "")) for part in mixed.groups())
+    if not bottom:
+        return None
+    return whole + Fraction(top, bottom)
 
 
 def _with_exponent(text: str, digits: str, end: int) -> tuple[Fraction | None, int]:

@@ -248,15 +248,18 @@ class Summary:
             return []
         named = {name: tally for name, tally in self.subsets.items() if name}
         tallies = [tally for name, tally in self.subsets.items() if not self._is_ties(name)]
-        whole = Tally(
-            sum(t.rows for t in tallies), sum(t.credit for t in tallies), sum(t.tied for t in tallies)
-        )
-        lines = self._overall(whole) if tallies else []
+        lines = []
+        if tallies:
+            rows = sum(tally.rows for tally in tallies)
+            credit = sum(tally.credit for tally in tallies)
+            tied = sum(tally.tied for tally in tallies)
+            lines += self._overall(Tally(rows, credit, tied))
         if named:
             lines += ["", *self._subset_table(named)]
         if self.ties:
             lines += ["", *self._ties_lines()]
-        if self.unit == "pairs" and any(name in weights for weights in SECTIONS.values() for name in named):
+        in_sections = {name for weights in SECTIONS.values() for name in weights}
+        if self.unit == "pairs" and not in_sections.isdisjoint(named):
             lines += ["", *section_table({name: tally.accuracy for name, tally in named.items()})]
         return lines
 
@@ -312,12 +315,15 @@ def section_table(accuracies: Mapping[str, Estimate]) -> list[str]:
         names = [name for name in subsets if name in present]
         score = share(0, 0)
         if names:
-            score = scores[section] = weighted_mean([present[n] for n in names], [subsets[n] for n in names])
+            score = weighted_mean([present[name] for name in names], [subsets[name] for name in names])
+            scores[section] = score
         rows.append((section, f"{len(names)} of {len(subsets)}", score, ""))
-    weights = [0.5 if section == "Prior Sets" else 1.0 for section in scores]
-    scored = sum(section in scores for section in SECTIONS)
-    total = "RewardBench" + ("" if scored == len(SECTIONS) else f", {scored} of {len(SECTIONS)} sections")
     if scores:
+        weights = [0.5 if section == "Prior Sets" else 1.0 for section in scores]
+        scored = [section for section in SECTIONS if section in scores]
+        total = "RewardBench"
+        if len(scored) < len(SECTIONS):
+            total += f", {len(scored)} of {len(SECTIONS)} sections"
         rows.append((total, "", weighted_mean(list(scores.values()), weights), ""))
     return table(("section", "subsets", "score", "95 % interval", ""), rows)
 

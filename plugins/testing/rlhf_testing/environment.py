@@ -249,17 +249,20 @@ def _check_repetition(
         with _moment(0):
             after = again(number)
         difference = _difference(before, after, calls.deterministic)
-        if difference:
-            changed = _changed_names(shared, _shared_values(held[0].environment))
-            with findings.property("apart" if changed else "repeatable"):
-                if changed:
-                    raise Broken(
-                        f"an earlier episode affects the next one: {difference}; {' and '.join(changed)}, "
-                        "changed meanwhile: keep what belongs to an episode in `self`, set by __init__ or reset",
-                        **after.shown,
-                    )
+        if not difference:
+            continue
+        changed = _changed_names(shared, _shared_values(held[0].environment))
+        if changed:
+            with findings.property("apart"):
+                raise Broken(
+                    f"an earlier episode affects the next one: {difference}; {' and '.join(changed)}, "
+                    "changed meanwhile: keep what belongs to an episode in `self`, set by __init__ or reset",
+                    **after.shown,
+                )
+        else:
+            with findings.property("repeatable"):
                 raise Broken(_unrepeatable(number, difference, calls.deterministic), **after.shown)
-            return
+        return
     if not calls.deterministic:
         return
     with findings.property("repeatable"):
@@ -274,22 +277,36 @@ def _check_repetition(
     if "repeatable" in findings.failures:
         return
     with findings.property("apart"), _moment(0):
-        first, second = _Episode(calls, rows, 0), _Episode(calls, rows, len(rows) - 1)
-        turned = [*lines[1:], *lines[:1]]
-        for turn in range(len(held[0].turns)):
-            if not first.over:
-                first.step(lines[turn % len(lines)])
-            if not second.over:
-                second.step(turned[turn % len(turned)])
-        difference = _difference(held[0], first, True)
-        if difference:
-            changed = _changed_names(shared, _shared_values(first.environment))
-            which = f" ({' and '.join(changed)} changed)" if changed else ""
-            raise Broken(
-                f"an episode changes while another one is open: {difference}. They share state{which} or global "
-                "random numbers; keep what belongs to an episode in `self`",
-                **first.shown,
-            )
+        _require_same_in_turns(calls, rows, held[0], lines, shared)
+
+
+def _require_same_in_turns(
+    calls: EnvironmentCalls,
+    rows: Sequence[Mapping[str, Any]],
+    alone: _Episode,
+    lines: Sequence[Message],
+    shared: Mapping[str, str],
+) -> None:
+    """Raise Broken where the first row's episode goes otherwise than alone while another one is held in turns with it.
+
+    shared: what all episodes shared, and the values that it had.
+    """
+    first, second = _Episode(calls, rows, 0), _Episode(calls, rows, len(rows) - 1)
+    turned = [*lines[1:], *lines[:1]]
+    for turn in range(len(alone.turns)):
+        if not first.over:
+            first.step(lines[turn % len(lines)])
+        if not second.over:
+            second.step(turned[turn % len(turned)])
+    difference = _difference(alone, first, True)
+    if difference:
+        changed = _changed_names(shared, _shared_values(first.environment))
+        which = f" ({' and '.join(changed)} changed)" if changed else ""
+        raise Broken(
+            f"an episode changes while another one is open: {difference}. They share state{which} or global "
+            "random numbers; keep what belongs to an episode in `self`",
+            **first.shown,
+        )
 
 
 def _require_same_elsewhere(

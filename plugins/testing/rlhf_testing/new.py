@@ -98,18 +98,23 @@ def write(
     several = len(components) > 1
     texts: dict[Path, str] = {}
     written: dict[str, Path] = {}
-    filled = [_values(each, f"{package}.{each.module}" if several else package) for each in components]
-    for each, values in zip(components, filled, strict=True):
-        file = source / (f"{each.module}.py" if several else "__init__.py")
+    filled: list[dict[str, str]] = []
+    usage: dict[str, str] = {}
+    for each in components:
+        if several:
+            file, module = source / f"{each.module}.py", f"{package}.{each.module}"
+        else:
+            file, module = source / "__init__.py", package
+        values = _values(each, module)
+        filled.append(values)
         texts[file] = _filled(f"{each.folder}/component.py.txt", values)
         texts[directory / "tests" / f"test_{each.module}.py"] = _filled(f"{each.folder}/test.py.txt", values)
+        usage[values["name"]] = _filled(f"{each.folder}/usage.txt", values)
         written[f"the {values['kind']} '{values['name']}'"] = file
+    link = f"[src/{package}/\\_\\_init\\_\\_.py](src/{package}/__init__.py)"
     if several:
         texts[source / "__init__.py"] = f'"""A package for rlhf-core: {_listed(filled)}."""\n'
-    usage = {
-        values["name"]: _filled(f"{each.folder}/usage.txt", values)
-        for each, values in zip(components, filled, strict=True)
-    }
+        link = f"[src/{package}](src/{package})"
     versions = pin(__version__)
     needed = dict.fromkeys(["rlhf-core", *(TEMPLATES[each.word].needs for each in components)])
     of_package = {
@@ -119,20 +124,18 @@ def write(
         "pin": versions,
         "dependencies": ", ".join(f'"{name}{versions}"' for name in needed if name),
         "components": _listed(filled),
-        "place": f"[src/{package}](src/{package})"
-        if several
-        else f"[src/{package}/\\_\\_init\\_\\_.py](src/{package}/__init__.py)",
+        "place": link,
         "tested": _tested(components),
         "usage": _stages(usage),
     }
     texts[directory / "pyproject.toml"] = _filled("pyproject.toml.txt", of_package)
     texts[directory / "README.md"] = _filled("README.md.txt", of_package)
 
-    def write(place: Path) -> None:
+    def write_texts(place: Path) -> None:
         for path, text in texts.items():
             write_atomic(place / path.relative_to(directory), text)
 
-    fill_directory(directory, write, f"the package {directory.name}")
+    fill_directory(directory, write_texts, f"the package {directory.name}")
     return WrittenPackage(directory, written)
 
 

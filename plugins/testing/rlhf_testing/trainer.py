@@ -154,10 +154,9 @@ def _metrics(whole: Ran) -> None:
             if not math.isfinite(value):
                 raise Broken(f"step {step}: '{name}' is {value}; leave out metrics without a value")
         json.dumps({name: float(value) for name, value in row.items()}, allow_nan=False)
-    if not any("loss" in row for row in logged.values()):
-        raise Broken(
-            f"there is no 'loss' among {', '.join(sorted({n for row in logged.values() for n in row}))}"
-        )
+    names = {name for row in logged.values() for name in row}
+    if "loss" not in names:
+        raise Broken(f"there is no 'loss' among {', '.join(sorted(names))}")
 
 
 def _evaluation(said: Sequence[str]) -> None:

@@ -47,11 +47,12 @@ def export(
     lora = loaded.definition.lora
     if merge and lora is None:
         raise InputError(f"{model} has no adapters to merge; leave out --merge")
-    whole, readme = _merged(loaded) if merge else loaded, None
+    whole = _merged(loaded) if merge else loaded
     if untied:
         if not _tied(loaded) or whole.adapter is not None:
             raise InputError(f"{model} has no output head that is its embeddings; leave out --untied")
         whole = whole.untied()
+    readme = None
     recorded = artifacts.read_contract(source) if head == "score" else {}
     if "tokenizer_hash" in recorded and whole.tokenizer is not None:
         contract = ScoringContract.from_dict(recorded, str(source / artifacts.MANIFEST))
@@ -97,14 +98,19 @@ def _left_out(source: Path, written: Path, model: Model) -> list[str]:
     exported = {path.name for path in written.iterdir()}
     files = [path.name for path in sorted(source.iterdir()) if path.is_file() and path.name not in exported]
     names = [name for name in files if not name.endswith(WEIGHTS) and not name.startswith(".")]
-    if all(
-        any((place / name).is_file() for name in ("model.safetensors", INDEX)) for place in (source, written)
-    ):
-        # A tied head and a table computed from the config are redundant.
-        redundant = ["rotary_emb.inv_freq", *(["lm_head.weight"] if _tied(model) else [])]
-        missing = sorted(set(open_weights(source)) - set(open_weights(written)))
-        names += [name for name in missing if not name.endswith(tuple(redundant))]
-    return names
+    if not (_has_weights(source) and _has_weights(written)):
+        return names
+    # A tied head and a table computed from the config are redundant.
+    redundant = ["rotary_emb.inv_freq"]
+    if _tied(model):
+        redundant.append("lm_head.weight")
+    missing = sorted(set(open_weights(source)) - set(open_weights(written)))
+    return names + [name for name in missing if not name.endswith(tuple(redundant))]
+
+
+def _has_weights(directory: Path) -> bool:
+    """Return whether a directory has a whole model's tensors, in one file or in shards."""
+    return (directory / "model.safetensors").is_file() or (directory / INDEX).is_file()
 
 
 def _tied(model: Model) -> bool:

@@ -93,29 +93,50 @@ def model_card(source: Path, exported: Path, repository: str) -> str:
     reward = manifest.get("kind") == "reward_model"
     stages = list(_ancestors(source.parent.parent)) if manifest else []
     stage = stages[0].spec if stages else {}
-    base = next((name for each in reversed(stages) if (name := _hub_name(each.spec))), None)
+    base = _base_model(stages)
     adapter = _base_of_adapter(exported, repository)
-    front = {
-        "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-classification" if reward else "text-generation",
-        "tags": ["rlhf", *([stage["trainer"]] if stage else [])],
-        **({"base_model": base} if base else {}),
-    }
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
-    lines += [f"# {repository.partition('/')[2] or repository}", ""]
-    what = "A reward model" if reward else "A language model"
-    made = f", made by the stage `{stage['name']}` (trainer `{stage['trainer']}`)" if stage else ""
-    lines += [f"{what}{made}{f', an adapter of {adapter}' if adapter else ''}.", ""]
+    about = "A reward model" if reward else "A language model"
+    if stage:
+        about += f", made by the stage `{stage['name']}` (trainer `{stage['trainer']}`)"
+    if adapter:
+        about += f", an adapter of {adapter}"
+    title = repository.partition("/")[2] or repository
+    lines = _front_matter(reward=reward, trainer=stage.get("trainer"), base=base, adapter=adapter)
+    lines += [f"# {title}", "", f"{about}.", ""]
     if stages:
         lines += _history(stages, manifest.get("versions", {}))
-    shown = _metric_rows(stages[0]) if stages else []
-    if shown:
-        lines += ["## Metrics", "", "| metric | value | 95 % interval |", "|---|---|---|", *shown, ""]
+        shown = _metric_rows(stages[0])
+        if shown:
+            lines += ["## Metrics", "", "| metric | value | 95 % interval |", "|---|---|---|", *shown, ""]
     lines += ["## How to load it", ""]
     if reward and (exported / CARD).is_file():
         text = (exported / CARD).read_text(encoding="utf-8").partition("\n")[2].strip()
         return "\n".join(lines) + text.replace('"MODEL"', json.dumps(repository)) + "\n"
     return "\n".join([*lines, *_loading(repository, adapter)]) + "\n"
+
+
+def _front_matter(*, reward: bool, trainer: str | None, base: str | None, adapter: str | None) -> list[str]:
+    """Return the lines that the hub reads of a card."""
+    tags = ["rlhf"]
+    if trainer is not None:
+        tags.append(trainer)
+    front: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-classification" if reward else "text-generation",
+        "tags": tags,
+    }
+    if base:
+        front["base_model"] = base
+    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+
+
+def _base_model(stages: Sequence[StageDirectory]) -> str | None:
+    """Return the hub's name of the model that stages, the last one first, started from; None where it has none."""
+    for stage in reversed(stages):
+        name = _hub_name(stage.spec)
+        if name:
+            return name
+    return None
 
 
 def _base_of_adapter(exported: Path, repository: str) -> str | None:
@@ -188,12 +209,17 @@ def _stage_row(stage: StageDirectory) -> str:
     model = config.get("model")
     origin = f"a fresh {model.get('model_type', 'model')}" if isinstance(model, Mapping) else _named(model)
     loss = config.get("loss")
+    loss_name = ""
+    if isinstance(loss, Mapping):
+        loss_name = f"`{loss['name']}`"
+    elif stage.trainer == "sft":
+        loss_name = "next token"
     cells = (
         f"`{stage.dir.name}`",
         f"`{stage.trainer}`",
         origin,
         ", ".join(_data_names(config.get("train_data"))),
-        f"`{loss['name']}`" if isinstance(loss, Mapping) else "next token" if stage.trainer == "sft" else "",
+        loss_name,
         str(stage.plan.get("updates", "")),
     )
     return f"| {' | '.join(cells)} |"

@@ -127,11 +127,7 @@ class Schemas:
         """Return the schema of a type."""
         origin, arguments = get_origin(annotation), get_args(annotation)
         if origin is Annotated:
-            kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
-            if kind is not None:
-                return self.component(kind, arguments[0])
-            limits = [part for note in arguments[1:] for part in parts(note)]
-            return with_texts(bounded(self.typed(arguments[0]), limits), arguments[1:])
+            return self.annotated(arguments[0], arguments[1:])
         if origin is Literal:
             return {"enum": list(arguments)}
         if origin in (Union, UnionType):
@@ -139,9 +135,9 @@ class Schemas:
         if origin in (list, tuple, set, frozenset, Sequence):
             items = self.typed(arguments[0]) if arguments else {}
             array = {"type": "array", "items": items}
-            return (
-                either([array, items]) if "$ref" in items else array
-            )  # one component may stand for a list of it
+            if "$ref" in items:
+                return either([array, items])  # one component may stand for a list of it
+            return array
         if isinstance(annotation, type) and issubclass(annotation, Options):
             properties = {name: self.field(field) for name, field in annotation.model_fields.items()}
             required = [name for name, field in annotation.model_fields.items() if field.is_required()]
@@ -150,7 +146,17 @@ class Schemas:
             return {"type": "object"}
         if annotation is SecretStr:
             return {"type": "string"}
-        return {"type": TYPES[annotation]} if annotation in TYPES else {}
+        if annotation in TYPES:
+            return {"type": TYPES[annotation]}
+        return {}
+
+    def annotated(self, annotation: Any, notes: Sequence[Any]) -> Schema:
+        """Return the schema of a type with notes: of a component, if one of them is its kind."""
+        for note in notes:
+            if isinstance(note, Kind):
+                return self.component(note, annotation)
+        limits = [part for note in notes for part in parts(note)]
+        return with_texts(bounded(self.typed(annotation), limits), notes)
 
     def component(self, kind: Kind[Any], owner: type[Component]) -> Schema:
         """Return the schema of a component: a name, or a table with the name, the owner's fields and the options."""

@@ -188,9 +188,11 @@ class ProgramReader:
             return float(known[1])
         condition = self.computations[re.findall(r"condition=%?([\w.-]+)", loop.attributes)[0]]
         body = self.computations[called_by(loop)[0]]
-        test, following = (next(one for one in c.values() if one.is_root) for c in (condition, body))
+        test, following = _root(condition), _root(body)
         state = inside[loop.operands[0]]
-        if "direction=LT" not in test.attributes or {state.opcode, following.opcode} != {"tuple"}:
+        if "direction=LT" not in test.attributes:
+            return None
+        if state.opcode != "tuple" or following.opcode != "tuple":
             return None
 
         def value(name: str, computation: Computation) -> int | None:
@@ -198,15 +200,21 @@ class ProgramReader:
             found = _unwrapped(name, computation)
             if found.opcode == "get-tuple-element" and computation is not inside:
                 return value(state.operands[_tuple_index(found)], inside)
-            return int(found.operands[0]) if found.opcode == "constant" else None
+            if found.opcode == "constant":
+                return int(found.operands[0])
+            return None
 
         counter = _unwrapped(test.operands[0], condition)
         if counter.opcode != "get-tuple-element":
             return None
         step = _unwrapped(following.operands[_tuple_index(counter)], body)
         begin, end = (value(name, condition) for name in test.operands)
-        by = value(step.operands[-1], body) if step.opcode == "add" else None
-        return None if begin is None or end is None or not by else float(math.ceil((end - begin) / by))
+        if step.opcode != "add":
+            return None
+        by = value(step.operands[-1], body)
+        if begin is None or end is None or not by:
+            return None
+        return float(math.ceil((end - begin) / by))
 
     def _one(self, each: Instruction, inside: Computation) -> Counts:
         """Count one instruction with what it calls."""
@@ -228,8 +236,10 @@ class ProgramReader:
                 total.sent, total.network = total.sent / 2, total.network / 2
                 total.collectives = {"reduce-scatter": total.collectives.get("all-reduce", [0.0, 0.0])}
         elif each.opcode in ("dot", "convolution"):
-            flops = (_dot_flops if each.opcode == "dot" else _convolution_flops)(each, inside)
-            total.products[_first_array(each.operands[0], inside)[0]] = flops
+            flops_of = _dot_flops if each.opcode == "dot" else _convolution_flops
+            flops = flops_of(each, inside)
+            dtype, _, _ = _first_array(each.operands[0], inside)
+            total.products[dtype] = flops
         elif each.opcode == "custom-call":
             _count_call(each, inside, total)
         kind = each.opcode.removesuffix("-start")
@@ -299,6 +309,11 @@ def called_by(each: Instruction) -> list[str]:
     """Return the computations that an instruction runs, a loop's condition left out."""
     listed = BRANCHES.search(each.attributes) if each.opcode == "conditional" else None
     return re.findall(r"%?([\w.-]+)", listed[1]) if listed else CALLED.findall(each.attributes)
+
+
+def _root(computation: Computation) -> Instruction:
+    """Return the instruction whose result is the computation's."""
+    return next(one for one in computation.values() if one.is_root)
 
 
 def _unwrapped(name: str, inside: Computation) -> Instruction:
@@ -394,30 +409,42 @@ def _fusion_bytes(each: Instruction, inside: Computation, body: Computation) -> 
         for name in one.operands:
             users[name].append(one)
 
-    def readers(name: str) -> Iterator[tuple[Instruction, str]]:
+    def readers(name: str) -> list[tuple[Instruction, str]]:
         """Return what reads an array, and the name by which it does: its own, or that of a bitcast."""
+        found = []
         for user in users[name]:
-            yield from readers(user.name) if user.opcode == "bitcast" else [(user, name)]
+            if user.opcode == "bitcast":
+                found += readers(user.name)
+            else:
+                found.append((user, name))
+        return found
 
     def source(name: str) -> Instruction:
-        return source(body[name].operands[0]) if body[name].opcode == "bitcast" else body[name]
+        """Find where an array is from, through bitcasts."""
+        while body[name].opcode == "bitcast":
+            name = body[name].operands[0]
+        return body[name]
 
-    root = source(next(one.name for one in body.values() if one.is_root))
+    root = source(_root(body).name)
     total, in_place = _traffic(each.shape), ""
     if root.opcode == "dynamic-update-slice":
         total = 2 * _traffic(body[root.operands[1]].shape)
         in_place = source(root.operands[0]).name
     for one in body.values():
-        if one.opcode != "parameter" or int(one.operands[0]) >= len(each.operands):
+        if one.opcode != "parameter":
             continue
-        given = inside.get(
-            each.operands[int(one.operands[0])]
-        )  # layouts in the body may lack what its caller's have
+        number = int(one.operands[0])
+        if number >= len(each.operands):
+            continue
+        given = inside.get(each.operands[number])  # layouts in the body may lack what its caller's have
         if given is None or one.name == in_place or FAST_MEMORY in given.shape:
             continue
-        reading = list(readers(one.name))
-        sliced = reading and all(user.opcode in SLICES and user.operands[0] == name for user, name in reading)
-        total += sum(_traffic(user.shape) for user, _ in reading) if sliced else _traffic(given.shape)
+        reading = readers(one.name)
+        sliced = all(user.opcode in SLICES and user.operands[0] == name for user, name in reading)
+        if reading and sliced:
+            total += sum(_traffic(user.shape) for user, _ in reading)
+        else:
+            total += _traffic(given.shape)
     return total
 
 
@@ -446,9 +473,11 @@ def _mesh_groups(axes: str, shape: str | None, transposed: str | None, along: st
     split: list[int] = []
     for name, size in re.findall(r"'(\w+)'=(\d+)", axes):
         found = re.search(rf"'{name}'(?::\((\d+)\)(\d+))?", along)
-        before, inside = (
-            (int(found[1]), int(found[2])) if found and found[1] else (1, int(size) if found else 1)
-        )
+        before, inside = 1, 1
+        if found and found[1]:
+            before, inside = int(found[1]), int(found[2])
+        elif found:
+            inside = int(size)
         split += [before, inside, int(size) // before // inside]
     order = _device_order(shape or str(math.prod(split)), transposed).reshape(split)
     together = range(1, len(split), 3)

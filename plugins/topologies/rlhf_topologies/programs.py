@@ -77,26 +77,46 @@ def stage_programs(plan: Plan, host: Host, mesh: Mesh) -> dict[str, StageProgram
 
 def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) -> StagePrograms:
     """Describe the programs of what a trainer builds of shapes, on the stage's mesh, whose devices need not exist."""
-    config, made = context.config, context.build(build)
+    config = context.config
+    made = context.build(build)
     if made is None:
         return StagePrograms(note=NOT_HERE)
     state, _ = made.state(config, context.stage)
-    several = not isinstance(made.models, Model)
     models: Any = made.models
-    model: Model = models[next(iter(made.trains or models))] if several else models
+    model: Model = models
+    if not isinstance(models, Model):
+        first, *_ = made.trains or models
+        model = models[first]
     held = resident(state) | {name: tree for name, tree in made.held.items() if device_bytes(tree)}
     # By name: shapes on GPUs that need not exist do not say that they wait in the host's memory.
-    waits = {*config.offload, *(["starting model"] if "reference" in config.offload else [])}
+    waits: set[str] = {*config.offload}
+    if "reference" in config.offload:
+        waits.add("starting model")
     away = {name: host_bytes(tree) or device_bytes(tree) for name, tree in held.items() if name in waits}
     held = {name: tree for name, tree in held.items() if name not in waits}
     weights, sampled = token_weights(model.definition), _sampled(made.updates)
     if sampled is None:
-        updates = made.updates
-        first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
-        batches = loads(first, updates.shapes())
-        trains = made.programs(state, config, from_zero=several_micro_batches(batches))
-        described = training_programs(trains, made.objective, state, batches)
-        return StagePrograms(tuple(_from_host(described, away)), held, weights)
+        programs = _training_on_data(made, state, config)
+        return StagePrograms(tuple(_from_host(programs, away)), held, weights)
+    programs = _training_on_rollouts(made, sampled, state, config)
+    more, notes = _rollout_programs(sampled, state, held, context)
+    brought = _from_host(programs + more, away, 1 / sampled.collector.options.updates_per_rollout)
+    return StagePrograms(tuple(brought), held, weights, "; ".join(notes) or None)
+
+
+def _training_on_data(made: Build, state: TrainState, config: TrainerConfig) -> list[Program]:
+    """Describe updates of data, of which the first ones are known."""
+    updates: Any = made.updates
+    first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
+    batches = loads(first, updates.shapes())
+    trains = made.programs(state, config, from_zero=several_micro_batches(batches))
+    return training_programs(trains, made.objective, state, batches)
+
+
+def _training_on_rollouts(
+    made: Build, sampled: RolloutUpdates, state: TrainState, config: TrainerConfig
+) -> list[Program]:
+    """Describe updates of rollouts, whose completions are as long as may be, with given examples if there are any."""
     options = sampled.collector.options
     sizes, group, length = sampled.collector.tree_sizes()
     per_update = (
@@ -107,14 +127,13 @@ def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) ->
     # Updates are not known before the training: the first micro-batch is not added to zeros.
     trains = made.programs(state, config, from_zero=False)
     programs = training_programs(trains, made.objective, state, batches)
-    if made.updates is not sampled:
-        given: Any = getattr(made.updates, "given", None)
-        first = (given.update(step).batches for step in range(min(FIRST_UPDATES, given.total)))
-        extra = training_programs(trains, made.objective, state, loads(first, given.shapes()))
-        programs += [replace(each, name=f"{each.name}, given") for each in extra if each.work == "train"]
-    more, notes = _rollout_programs(sampled, state, held, context)
-    brought = _from_host(programs + more, away, 1 / sampled.collector.options.updates_per_rollout)
-    return StagePrograms(tuple(brought), held, weights, "; ".join(notes) or None)
+    if made.updates is sampled:
+        return programs
+    given: Any = getattr(made.updates, "given", None)
+    first = (given.update(step).batches for step in range(min(FIRST_UPDATES, given.total)))
+    extra = training_programs(trains, made.objective, state, loads(first, given.shapes()))
+    programs += [replace(each, name=f"{each.name}, given") for each in extra if each.work == "train"]
+    return programs
 
 
 def _from_host(programs: Sequence[Program], away: Mapping[str, int], rollouts: float = 1.0) -> list[Program]:

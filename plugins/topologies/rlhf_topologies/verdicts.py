@@ -72,11 +72,13 @@ def judge_program(facts: Mapping[str, Any], topology: Topology) -> dict[str, Any
     """
     chip = topology.chip
     named = {key: facts[key] for key in ("name", "work", "calls", "tokens", "steps", "rows", "host")}
-    once, step = Counts(**facts.get("once", {})), None
+    once = Counts(**facts.get("once", {}))
+    step = None
     if facts.get("loops") and facts["steps"]:
         # Decoding, rather than what fills slots: the loop that moves most.
         step = max((Counts(**loop) for loop in facts["loops"]), key=lambda loop: loop.bytes)
-    calls, steps = bound(once, chip, facts["host"]), Bound() if step is None else bound(step, chip)
+    calls = bound(once, chip, facts["host"])
+    steps = Bound() if step is None else bound(step, chip)
     in_steps = facts["steps"] * steps.seconds
     memory = {}
     if "error" not in facts:
@@ -134,10 +136,14 @@ def advise(
     remat: str | None,
 ) -> list[str]:
     """Say what to change, most effective first, where programs do not fit. remat: the stage's setting."""
-    large = [each for each in programs if not each["fits"]]
-    others = [each for each in large if each["error"] and OUT_OF_MEMORY not in each["error"]]
-    lines = [f"{each['name']}: the compiler says: {each['error']}" for each in others]
-    large = [each for each in large if each not in others]
+    lines, large = [], []
+    for each in programs:
+        if each["fits"]:
+            continue
+        if each["error"] and OUT_OF_MEMORY not in each["error"]:
+            lines.append(f"{each['name']}: the compiler says: {each['error']}")
+        else:
+            large.append(each)
     if not large:
         return lines
     usable, held = topology.chip.usable, sum(resident.values())

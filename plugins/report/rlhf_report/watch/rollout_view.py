@@ -296,12 +296,12 @@ def _token_advantages(rollout: Sampled, i: int, mask: np.ndarray) -> list[float 
 
 def _prompt(rollout: Sampled, i: int) -> list[int] | None:
     """Return the ids of the prompt of completion i."""
-    for name in ("", "episodes_"):
-        key, lengths = (
-            ("prompt_ids", "prompt_lengths") if not name else ("episodes_prompts", "episodes_prompt_lengths")
-        )
+    place = i // rollout.group
+    for key, lengths in (
+        ("prompt_ids", "prompt_lengths"),
+        ("episodes_prompts", "episodes_prompt_lengths"),
+    ):
         ids, counts = rollout.arrays.get(key), rollout.arrays.get(lengths)
-        place = i // rollout.group
         if ids is not None and counts is not None and place < len(counts):
             start = int(counts[:place].sum())
             return [int(each) for each in ids[start : start + int(counts[place])]]

@@ -62,9 +62,9 @@ class SearchIndex:
         is not known comes last.
         """
         by = sort.removeprefix("-")
-        largest = sort.startswith("-")
-        first = f"{'MAX' if largest else 'MIN'}({by})"
-        order = "" if by == "order" else f"{first} IS NULL, {first} {'DESC' if largest else 'ASC'}, "
+        extreme, direction = ("MAX", "DESC") if sort.startswith("-") else ("MIN", "ASC")
+        first = f"{extreme}({by})"
+        order = "" if by == "order" else f"{first} IS NULL, {first} {direction}, "
         joined = " JOIN groups USING (number, place)" if by == "spread" else ""
         query = (
             f"SELECT number, place FROM texts{joined} WHERE instr(text, ?) GROUP BY number, place "
