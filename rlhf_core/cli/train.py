@@ -35,11 +35,13 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
     flags = list(_flags(arguments))
     given: dict[str, list[str]] = {"plugin": [], "reuse": [], "accept": []}
     for key, value in flags:
-        if key in given and value is None:
+        if key not in given:
+            continue
+        if value is None:
             raise InputError(f"--{key}: needs a value")
-        if key in given and value is not None:
-            given[key].append(value)
-    wants_help = not {"help", "h"}.isdisjoint(key for key, _ in flags)
+        given[key].append(value)
+    wants_help = any(key in ("help", "h") for key, _ in flags)
+    is_verbose = any(key == "verbose" and value in (None, "true") for key, value in flags)
     with own_run() if wants_help else runtime.session():
         host = plugins.load(files=[Path(value) for value in given["plugin"]])
         config = host.registry.get(TRAINER, trainer).config
@@ -50,7 +52,7 @@ def train(trainer: str, arguments: Sequence[str]) -> None:
         file = pipeline_from_flags(trainer, config, own, host.registry)
         reuse = given["reuse"][-1] if given["reuse"] else None
         planned = plan(file, host)
-        if any(key == "verbose" and value in (None, "true") for key, value in flags):
+        if is_verbose:
             planned = with_all_metrics(planned)
         run(planned, host, accept=given["accept"], reuse=reuse)
 

@@ -146,14 +146,14 @@ def _place_in_table(
     """Set entries of a table; one that is not given starts from its default, unless another component is named."""
     field = entries[0].field
     is_given = field in fields
-    given = _table(fields[field]) if is_given else None
-    start = given if is_given else _table(default)
+    start = _table(fields[field] if is_given else default)
     if start is None and table_in(cls.model_fields[field].annotation) is None:
         set_names = [each.name for each in entries if each.value is not None]
         return [Problem(name, f"needs {field}, one dataset by name or in a table") for name in set_names]
     if start is None and is_given:
         return []  # neither a table nor a name, as validation says
     table = dict(start or {})
+    given_keys = set(table) if is_given else set()
     if not is_given and _names_another(entries, table):
         table = {}  # the default's options do not apply to another component
     problems = []
@@ -161,12 +161,11 @@ def _place_in_table(
     for each in entries:
         if each.value is None and none_is_unset:
             continue
-        if given is not None and each.key in given:
-            problems.append(
-                Problem(each.name, f"the same as {field}.{each.key}, which is also given; remove one")
-            )
-        else:
-            table[each.key] = each.value
+        if each.key in given_keys:
+            message = f"the same as {field}.{each.key}, which is also given; remove one"
+            problems.append(Problem(each.name, message))
+            continue
+        table[each.key] = each.value
     if table or is_given:
         fields[field] = table
     return problems
@@ -189,26 +188,29 @@ def _place_in_list(
     tables = [_table(each) or each for each in components]
     given = [dict(table) for table in tables if isinstance(table, dict)] if field in fields else []
     problems = []
+
+    def find_or_add(name: str) -> dict[str, Any]:
+        """Find a component in the list that the field gets, or add it."""
+        fields[field] = tables
+        found = _named(tables, name)
+        if found is None:
+            found = {"name": name}
+            tables.append(found)
+        return found
+
     for each in sorted(entries, key=lambda entry: "." in entry.key):
         name, _, option = each.key.partition(".")
         own = _named(given, name)
         if option:
             if own is not None and option in own:
                 problems.append(Problem(each.name, f"the same as {option} of {field} {name}; remove one"))
+            find_or_add(name)[option] = each.value
         elif not isinstance(each.value, bool):
             problems.append(Problem(each.name, f"expected true or false, got {format_value(each.value)}"))
-            continue
-        elif not each.value:
-            continue
-        elif own is not None:
-            problems.append(Problem(each.name, f"{field} also names {name}; remove one"))
-        found = _named(tables, name)
-        if found is None:
-            found = {"name": name}
-            tables.append(found)
-        if option:
-            found[option] = each.value
-        fields[field] = tables
+        elif each.value:
+            if own is not None:
+                problems.append(Problem(each.name, f"{field} also names {name}; remove one"))
+            find_or_add(name)
     return problems
 
 

@@ -79,24 +79,36 @@ def components(cls: type[Options], table: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _walk(annotation: Any, value: Any, path: str) -> Iterator[Found]:
+    """Yield the components in the value of one annotation, as `components`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
+        kind = _kind_in(arguments)
         if kind is None:
             yield from _walk(arguments[0], value, path)
-        elif (component := _component(value, arguments[0])) is not None:
+            return
+        component = _component(value, arguments[0])
+        if component is not None:
             yield path, kind, arguments[0], component
-    elif isinstance(annotation, type) and issubclass(annotation, Options):
-        if isinstance(value, Mapping | Options):
-            table = value if isinstance(value, Mapping) else dict(value)
-            for at, kind, owner, component in components(annotation, table):
-                yield join(path, at), kind, owner, component
-    elif origin in (list, tuple):
-        for index, item in enumerate(value if isinstance(value, list | tuple) else ()):
-            yield from _walk(arguments[0], item, join(path, index))
     elif origin in (Union, UnionType):
         for arm in arguments:
             yield from _walk(arm, value, path)
+    elif origin in (list, tuple):
+        if isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                yield from _walk(arguments[0], item, join(path, index))
+    elif _is_table(annotation) and isinstance(value, Mapping | Options):
+        for below, kind, owner, component in components(annotation, dict(value)):
+            yield join(path, below), kind, owner, component
+
+
+def _kind_in(arguments: Sequence[Any]) -> Kind[Any] | None:
+    """Return the kind of component that `Annotated[...]` with these arguments holds; None if it holds none."""
+    return next((note for note in arguments[1:] if isinstance(note, Kind)), None)
+
+
+def _is_table(annotation: Any) -> bool:
+    """Whether an annotation is a class of options."""
+    return isinstance(annotation, type) and issubclass(annotation, Options)
 
 
 def _component(value: Any, owner: type[Component]) -> dict[str, Any] | None:
@@ -183,23 +195,24 @@ def _words(annotation: Any) -> str:
     """Describe an annotation for the reader of a manual."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        kind = next((note for note in arguments[1:] if isinstance(note, Kind)), None)
+        kind = _kind_in(arguments)
         return kind.name if kind else _words(arguments[0])
     if origin is Literal:
-        return " | ".join(f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments)
+        choices = [f'"{choice}"' if isinstance(choice, str) else str(choice) for choice in arguments]
+        return " | ".join(choices)
     if origin in (list, tuple, Sequence):
-        return f"list of {_words(arguments[0])}" if arguments[0] is not Any else "list"
+        return "list" if arguments[0] is Any else f"list of {_words(arguments[0])}"
     if annotation in _WORDS:
         return _WORDS[annotation]
     if annotation is None or annotation is type(None):
         return "none"
     if origin is Callable:
         return "function"
-    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Options)):
+    if origin is dict or _is_table(annotation):
         return "table"
-    return (
-        " | ".join(map(_words, arguments)) if arguments else str(getattr(annotation, "__name__", annotation))
-    )
+    if arguments:
+        return " | ".join(map(_words, arguments))
+    return str(getattr(annotation, "__name__", annotation))
 
 
 def parse_value(text: str) -> Any:

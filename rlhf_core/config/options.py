@@ -247,17 +247,30 @@ def explain(
             expected[path].append(wanted)
             inputs[path] = item["input"]
     for path, wants in expected.items():
-        if "a number" in wants and "a whole number" in wants:
-            wants.remove("a whole number")
-        message = f"expected {_either(wants)}, got {format_value(inputs[path])}"
-        if isinstance(inputs[path], str):
-            choices = [word.strip("'") for want in wants for word in want.split() if word.startswith("'")]
-            hint = suggest(inputs[path], (choice.rstrip("',") for choice in choices))
-            message += f".{hint}" if hint else ""
-            message += f"; write [{format_value(inputs[path])}]" if wants == ["a list"] else ""
-        problems.append(Problem(path, message))
+        problems.append(Problem(path, _unexpected(wants, inputs[path])))
     # A problem inside a table says more than that the table fitted no arm of a union.
-    return [p for p in problems if not any(q.path.startswith((f"{p.path}.", f"{p.path}[")) for q in problems)]
+    telling = []
+    for problem in problems:
+        below = (f"{problem.path}.", f"{problem.path}[")
+        if not any(other.path.startswith(below) for other in problems):
+            telling.append(problem)
+    return telling
+
+
+def _unexpected(wants: Sequence[str], given: Any) -> str:
+    """Write what was expected in place of a value, and what a text probably means."""
+    if "a number" in wants:
+        wants = [want for want in wants if want != "a whole number"]
+    message = f"expected {_either(wants)}, got {format_value(given)}"
+    if not isinstance(given, str):
+        return message
+    quoted = [word for word in " ".join(wants).split() if word.startswith("'")]
+    hint = suggest(given, [word.strip("'").rstrip("',") for word in quoted])
+    if hint:
+        message += f".{hint}"
+    if wants == ["a list"]:
+        message += f"; write [{format_value(given)}]"
+    return message
 
 
 def _either(words: Sequence[str]) -> str:

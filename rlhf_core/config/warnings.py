@@ -33,12 +33,11 @@ def config_warnings(
     if config.offload and not planned and platform() == "cpu":
         yield "offload: has no effect on CPUs, whose memory is the host's"
     transformation, schedule = optimizers
-    if transformation is not None or schedule is not None:
-        fields = OF_A_RATE if transformation is None else ("optimizer", "weight_decay", *OF_A_RATE)
-        what = "the schedule" if transformation is None else "the transformation"
-        for name in fields:
-            if getattr(config, name) != type(config).model_fields[name].default:
-                yield f"{name}: has no effect: {what} of optimizers takes its place"
+    if transformation is not None:
+        yield from _replaced(config, ("optimizer", "weight_decay", *OF_A_RATE), "the transformation")
+        return
+    if schedule is not None:
+        yield from _replaced(config, OF_A_RATE, "the schedule")
         return
     if config.scheduler not in SCHEDULES:
         for name in ("learning_rate_end", "warmup_steps"):
@@ -56,6 +55,13 @@ def config_warnings(
             f"warmup_steps={config.warmup_steps}: the run has {counted(updates, 'updates')}, so the learning "
             f"rate ends at {reached:g} of {config.learning_rate:g}"
         )
+
+
+def _replaced(config: TrainerConfig, fields: tuple[str, ...], what: str) -> Iterator[str]:
+    """Yield one line per field that is set, and that `what` of the optimizers takes the place of."""
+    for name in fields:
+        if getattr(config, name) != type(config).model_fields[name].default:
+            yield f"{name}: has no effect: {what} of optimizers takes its place"
 
 
 def batch_warnings(

@@ -260,40 +260,46 @@ def normalise_conversations(table: Table) -> Table:
     human and gpt, conversations stored as JSON text, and contents given as lists of text parts; lists each conversion
     in `remarks`. Raises InputError if some but not most texts of a column are such JSON.
     """
-    kinds, names, remarks = table.kinds, dict[str, str](), list[str]()
+    kinds = table.kinds
     chats = {name: kinds[name] for name in CONVERSATIONS if name in kinds}
-    other = chats.get("conversations")
-    if "messages" not in kinds and other and (other.lists or other.json_texts):
-        names["conversations"] = "messages"
-        remarks.append("reading column 'conversations' as 'messages'")
+    new_names: dict[str, str] = {}
+    remarks: list[str] = []
+    if "conversations" in chats and "messages" not in chats:
+        other = chats["conversations"]
+        if other.lists or other.json_texts:
+            new_names["conversations"] = "messages"
+            remarks.append("reading column 'conversations' as 'messages'")
     for name, kind in chats.items():
         _require_conversations(table, name, kind)
         if kind.json_texts:
-            said = names.get(name, name)
-            remarks.append(f"column '{said}' holds conversations as JSON, which are read")
+            shown = new_names.get(name, name)
+            remarks.append(f"column '{shown}' holds conversations as JSON, which are read")
     if any(kind.sharegpt for kind in chats.values()):
         roles = " and ".join(f"'{theirs}' as '{ours}'" for theirs, ours in ROLES.items())
         remarks.append(
             f"messages have ShareGPT's form: 'from' is read as 'role', 'value' as 'content', {roles}"
         )
-    parts = [f"'{names.get(name, name)}'" for name, kind in chats.items() if kind.parts]
+    parts = [f"'{new_names.get(name, name)}'" for name, kind in chats.items() if kind.parts]
     if parts:
         remarks.append(f"contents given as lists of text parts ({', '.join(parts)}) are joined into one text")
     if not remarks:
         return table
-    converted = {
-        names.get(name, name): _with_parsed_texts(kind) if name in chats else kind
-        for name, kind in kinds.items()
-    }
+    new_kinds: dict[str, ColumnKind] = {}
+    for name, kind in kinds.items():
+        if name in chats:
+            kind = _with_parsed_texts(kind)
+        new_kinds[new_names.get(name, name)] = kind
 
     def normalise(row: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            names.get(name, name): _normalised(value) if name in chats else value
-            for name, value in row.items()
-        }
+        normalised = {}
+        for name, value in row.items():
+            if name in chats:
+                value = _normalised(value)
+            normalised[new_names.get(name, name)] = value
+        return normalised
 
     rows = View.of(table.rows).changed(normalise)
-    return replace(table, rows=rows, known_kinds=converted, remarks=(*table.remarks, *remarks))
+    return replace(table, rows=rows, known_kinds=new_kinds, remarks=(*table.remarks, *remarks))
 
 
 def _with_parsed_texts(kind: ColumnKind) -> ColumnKind:

@@ -117,17 +117,19 @@ def encode(
     _require_numbers(examples, kind)
     if part:
         return examples
-    has_unknown = np.concatenate([arrays["unknown"] for arrays in encoded])
-    for i in np.flatnonzero(cut & has_unknown).tolist():
+    has_unknown = _joined(encoded, "unknown")
+    for i in np.flatnonzero(cut & has_unknown).tolist():  # it may have been cut away
         has_unknown[i] = any((ragged[i] == unknown).any() for ragged in chosen.sequences.values())
     record(has_unknown & used, "unknown")
     for name in kind.notes:
-        record(np.concatenate([arrays[name] for arrays in encoded]) & used, name)
+        record(_joined(encoded, name) & used, name)
     fields = _ragged(encoded, FIELDS, FIELDS)
     for i in np.flatnonzero(used & (fields.lengths > 0)).tolist():
         report.add_ignored_fields(every.where(i), fields[i].tobytes().decode().split("\n"))
-    skips = [np.full(len(table.rows), _skips_template(table, kind, encoder)) for table in records.tables]
-    record(np.concatenate(skips) & used, "untemplated")
+    untemplated = [
+        np.full(len(table.rows), _skips_template(table, kind, encoder)) for table in records.tables
+    ]
+    record(np.concatenate(untemplated) & used, "untemplated")
     _record_repeats(examples)
     report.require_some(records.name, every.lengths[why != REASONS.index("empty")], limit.setting)
     _record_columns(report, kind, records)
@@ -150,7 +152,7 @@ def _join(records: Records, kind: RowKind, encoded: Sequence[Arrays], report: Re
     """Make examples of all rows of the records, used or not. encoded: the arrays of each table."""
 
     def joined(name: str) -> Any:
-        return np.concatenate([arrays[name] for arrays in encoded]) if name in encoded[0] else None
+        return _joined(encoded, name) if name in encoded[0] else None
 
     return Examples(
         records,
@@ -164,6 +166,11 @@ def _join(records: Records, kind: RowKind, encoded: Sequence[Arrays], report: Re
         _ragged(encoded, kind.sequences[0], "learned") if "learned" in encoded[0] else None,
         joined("shared"),
     )
+
+
+def _joined(encoded: Sequence[Arrays], name: str) -> NDArray[Any]:
+    """Return the array `name` of all tables."""
+    return np.concatenate([arrays[name] for arrays in encoded])
 
 
 def _ragged(encoded: Sequence[Arrays], name: str, array: str) -> Ragged:

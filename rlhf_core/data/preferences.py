@@ -134,19 +134,28 @@ def pair_parser(
             "texts or both lists of messages"
         )
 
+    def read_pair(row: Row) -> list[tuple[str, Turns]]:
+        """Check the cells of a row; return (column, completion) of both sides."""
+        raise_problems([cells.cell_problem(row, name, chat[name]) for name in names])
+        if chat["chosen"]:
+            raise_problems([cells.unanswered_problem(row, name) for name in SIDES])
+        return [(name, row[name]) for name in SIDES]
+
+    def read_lists(row: Row) -> list[tuple[str, Turns]]:
+        """Check the cells of a row; return (column, completion) of all completions of both sides."""
+        problems = [list_problem(row, name) for name in SIDES]
+        if "prompt" in names:
+            problems.insert(0, cells.cell_problem(row, "prompt", chat["prompt"]))
+        raise_problems(problems)
+        raise_problems([mixture(row)])
+        return [(name, completion) for name in SIDES for completion in row[name]]
+
+    read_sides = read_lists if lists else read_pair
+
     def parse(row: Row) -> Parts | None:
         if may_be_null and any(name in row and row[name] is None for name in SIDES):
             return None
-        if lists:
-            prompt = [cells.cell_problem(row, name, chat[name]) for name in names if name not in SIDES]
-            raise_problems(prompt + [list_problem(row, name) for name in SIDES])
-            raise_problems([mixture(row)])
-            sides = [(name, each) for name in SIDES for each in row[name]]
-        else:
-            raise_problems([cells.cell_problem(row, name, chat[name]) for name in names])
-            if chat["chosen"]:
-                raise_problems([cells.unanswered_problem(row, name) for name in SIDES])
-            sides = [(name, row[name]) for name in SIDES]
+        sides = read_sides(row)
         parts = _split(row.get("prompt"), sides, options.prompt_repeated)
         if parts.has_blank and not may_be_blank:
             return None
@@ -162,15 +171,22 @@ def _split(prompt: Turns | None, sides: Sequence[tuple[str, Turns]], repeated: b
     texts = [(name, side) for name, side in sides if isinstance(side, str)]
     if isinstance(prompt, str) and len(texts) == len(sides):
         return Parts(prompt, *strip_prompt(prompt, texts, repeated))
-    split = [split_prompt(prompt, side, name) for name, side in sides]
-    problems = dict.fromkeys(each for each in split if isinstance(each, str))
-    raise_problems(list(problems))
-    fine = [each for each in split if not isinstance(each, str)]
-    before = fine[0][0]
-    if any(other != before for other, _ in fine):
+    prompts: list[Turns] = []
+    completions: list[Turns] = []
+    problems: list[str] = []
+    for name, side in sides:
+        found = split_prompt(prompt, side, name)
+        if isinstance(found, tuple):
+            prompts.append(found[0])
+            completions.append(found[1])
+        elif found not in problems:
+            problems.append(found)
+    raise_problems(problems)
+    before = prompts[0]
+    if any(other != before for other in prompts):
         named = "'chosen' and 'rejected'" if len(sides) == 2 else "the completions"
         raise InputError(f"{named} have different turns before the answer")
-    return Parts(before, [side for _, side in fine])
+    return Parts(before, completions)
 
 
 def split_prompt(prompt: Turns, side: Turns, name: str) -> tuple[Turns, Turns] | str:

@@ -320,14 +320,20 @@ def _part(table: Table, split: str) -> Table:
             f"split '{split}' of {table.name}: a file has only train; parts are written train[:90%]"
         )
     n = len(table.rows)
-    start, stop = (
-        None if end is None else round(n * int(end[:-1]) / 100) if end.endswith("%") else int(end)
-        for end in match.groups()
-    )
+    start, stop = (_row_index(end, n) for end in match.groups())
     chosen = range(n)[start:stop]
     if not chosen:
         raise InputError(f"split '{split}' of {table.name} has no rows: the file has {n:,}")
     return table.take(chosen, f"split {split}")
+
+
+def _row_index(end: str | None, rows: int) -> int | None:
+    """Read one end of a part: a row's index, or "10%" of the rows."""
+    if end is None:
+        return None
+    if end.endswith("%"):
+        return round(rows * int(end[:-1]) / 100)
+    return int(end)
 
 
 def _from_directory(path: Path, name: str, split: str | None) -> Table:
@@ -377,20 +383,21 @@ def hub_dataset(
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     registered = [] if registry is None else registry.names(DATASET)
     hint = suggest(path.name, siblings) or suggest(name, registered)
-    offline = any(os.environ.get(v, "0") not in ("", "0") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"))
+    arguments: dict[str, Any] = {"split": options.get("split") or "train"}
+    for key in ("revision", "data_files"):
+        if options.get(key) is not None:
+            arguments[key] = options[key]
+    if streaming:
+        arguments["streaming"] = True
+    switches = [os.environ.get(switch, "0") for switch in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")]
+    offline = any(value not in ("", "0") for value in switches)
     try:
-        revision = options.get("revision")
-        if not offline:
-            dataset_info(name, revision=revision, timeout=10)  # one request; loading would keep retrying
-        return datasets.load_dataset(
-            name,
-            options.get("subset"),
-            split=options.get("split") or "train",
-            **({"streaming": True} if streaming else {}),
-            **{key: options[key] for key in ("revision", "data_files") if options.get(key) is not None},
-        )
+        if not offline:  # one request; loading would keep retrying
+            dataset_info(name, revision=options.get("revision"), timeout=10)
+        return datasets.load_dataset(name, options.get("subset"), **arguments)
     except Exception as error:  # the network, the hub and the dataset's files fail in many ways
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
         raise InputError(
             f"no data '{name}': no such file here, and the hub does not give such a dataset ({reason}). "
             f"Without network access, download it elsewhere and give its files.{hint}"

@@ -124,22 +124,29 @@ def text_parser(table: Table, options: TextOptions, *, scored: bool = False) -> 
     """
     names = read_columns(table)
     if "chosen" in names:
-        pair = pair_parser(table, options, may_be_blank=True)
-        return lambda row: _if_learned(pair(row))
-    last = names[-1]
+        parse_pair = pair_parser(table, options, may_be_blank=True)
+
+        def parse_chosen(row: Row) -> Parts | None:
+            return _if_learned(parse_pair(row))
+
+        return parse_chosen
+
+    last = names[-1]  # the column of the completion
     chat = {name: name == "messages" or cells.is_chat(table, name) for name in names}
     if not scored:
-        chat |= {"text": False}
+        chat["text"] = False
+    needs_reply = not (scored and options.read_at == "template")
 
     def parse(row: Row) -> Parts | None:
         if scored and last in row and row[last] is None:
             return None
         raise_problems([cells.cell_problem(row, name, chat[name]) for name in names])
-        if not cells.is_answered(row[last]) and not (scored and options.read_at == "template"):
+        if needs_reply and not cells.is_answered(row[last]):
             if last == "completion" and not scored:
                 raise_problems([cells.unanswered_problem(row, last, "learned")])
             return None
-        parts = _split(row["prompt"] if len(names) > 1 else None, row[last], options.prompt_repeated)
+        prompt = row["prompt"] if "prompt" in names else None
+        parts = _split(prompt, row[last], options.prompt_repeated)
         if not scored and _if_learned(parts) is None:
             return None
         return parts.with_template_values(row)

@@ -43,7 +43,11 @@ def whole_parts(
     """
     paired = set(SIDES) <= set(records.columns) or any(map(id_columns, records.tables))
     listed = paired and any(map(completion_lists, records.tables))
-    sides = tuple(f"{side}_score{'s' if listed else ''}" for side in SIDES) if paired else ("score",)
+    sides: tuple[str, ...] = ("score",)
+    if listed:
+        sides = ("chosen_scores", "rejected_scores")
+    elif paired:
+        sides = ("chosen_score", "rejected_score")
     number = 0
     for table in records.tables:
         doubled: list[int] = []

@@ -228,23 +228,11 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     Some templates of LFM 2 leave calls to the policy: these have its format if the tokenizer has the mark of a call.
     Raises InputError if it writes calls in a format that is not known.
     """
-    call = {"type": "function", "function": {"name": NAME, "arguments": dict(ARGUMENTS)}}
-    asked, closed = {"role": "user", "content": "a"}, ""
-    for content in (TEXT, ""):
-        reply = {"role": "assistant", "content": content, "tool_calls": [call]}
-        with suppress(InputError):
-            closed = closed or encoder.write(encoder.with_call_ids([asked, reply]))
+    closed = _with_a_call(encoder)
     if not all(word in closed for word in (NAME, *ARGUMENTS.values())):
         known = encoder.tokenizer.get_added_vocab()
         return next((form for form in FORMATS if form.way == "python" and form.opening in known), None)
-    opened = _opened(encoder)
-    shared = closed[: shared_length(opened, closed)]
-    start = shared.rfind("<") if shared.rfind("<") > shared.rfind(">") else len(shared)  # marks stay whole
-    before, _, text = closed[start:].rpartition(TEXT)
-    text = text if NAME in text else before  # Gemma 4 writes a text after the calls
-    last = max(text.rfind(word) for word in (NAME, *ARGUMENTS.values()))
-    stops = [at for stop in encoder.stops.values() if (at := text.find(stop, last)) >= 0]
-    written = text[: min(stops, default=len(text))]
+    written = _call_in(closed, encoder)
     for form in FORMATS:
         calls = [_checked(call) for call in _calls(form, written, 0, {})]
         if [(call.name, call.arguments, call.error) for call in calls] == [(NAME, ARGUMENTS, None)]:
@@ -255,9 +243,44 @@ def call_format(encoder: ConversationEncoder) -> CallFormat | None:
     )
 
 
+def _with_a_call(encoder: ConversationEncoder) -> str:
+    """Write a conversation that ends with a call, after a text where the template takes both; "" if it takes none."""
+    asked = {"role": "user", "content": "a"}
+    call = {"type": "function", "function": {"name": NAME, "arguments": dict(ARGUMENTS)}}
+    for content in (TEXT, ""):
+        reply = {"role": "assistant", "content": content, "tool_calls": [call]}
+        with suppress(InputError):
+            closed = encoder.write(encoder.with_call_ids([asked, reply]))
+            if closed:
+                return closed
+    return ""
+
+
+def _call_in(closed: str, encoder: ConversationEncoder) -> str:
+    """Cut the call out of a conversation of `_with_a_call`: without what is before it, and what stops the reply."""
+    opened = _opened(encoder)
+    shared = closed[: shared_length(opened, closed)]
+    start = len(shared)
+    if shared.rfind("<") > shared.rfind(">"):  # a mark stays whole
+        start = shared.rfind("<")
+    before, _, text = closed[start:].rpartition(TEXT)
+    if NAME not in text:  # Gemma 4 writes a text after the calls
+        text = before
+    last = max(text.rfind(word) for word in (NAME, *ARGUMENTS.values()))
+    end = len(text)
+    for stop in encoder.stops.values():
+        at = text.find(stop, last)
+        if at >= 0:
+            end = min(end, at)
+    return text[:end]
+
+
 def shared_length(a: Sequence[str], b: Sequence[str]) -> int:
     """Count the equal items, or characters, that two sequences begin with."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
 
 
 def _opened(encoder: ConversationEncoder) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,6 +104,7 @@ class Fit(NamedTuple):
 
 Classes: TypeAlias = tuple[int, ...]
 """Indices of some classes of a layout, ascending."""
+Room = TypeVar("Room", bound=Sequence[int])
 
 
 def packing_options(classes: int, crossover: int) -> list[tuple[Classes, list[Classes]]]:
@@ -143,11 +144,9 @@ def first_fit(
     all_rows: list[tuple[tuple[int, int, int], list[int]]] = []
     for i in order:
         size, count, need = sizes[i], sequences[i], trained[i]
-        for at in rows:
-            if at[0] >= size and at[1] >= count and at[2] >= need:
-                break
-        else:
-            limit = next((m for m in limits if m[0] >= size and m[1] >= count and m[2] >= need), None)
+        at = _first_with_room(rows, size, count, need)
+        if at is None:
+            limit = _first_with_room(limits, size, count, need)
             if limit is None:
                 return None
             at = [*limit, len(all_rows), limit[0]]
@@ -161,6 +160,14 @@ def first_fit(
             rows.remove(at)
     needs = [[limit[k] - at[k] for k in range(3)] for limit, at in all_rows]
     return Fit(row, offset, np.array(needs, np.int64).reshape(-1, 3))
+
+
+def _first_with_room(rows: Sequence[Room], size: int, count: int, need: int) -> Room | None:
+    """Find the first of some rows, or limits of rows, with room for a tree's tokens, sequences and trained tokens."""
+    for left in rows:
+        if left[0] >= size and left[1] >= count and left[2] >= need:
+            return left
+    return None
 
 
 def smallest_class(needs: NDArray[np.int64], layout: Layout, chosen: Classes) -> NDArray[np.intp]:

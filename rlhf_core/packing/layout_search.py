@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -93,22 +92,26 @@ def choose_layout(
     evaluated = [search.evaluate((t,)) for t in times if t >= top]
     best = min(evaluated, key=lambda c: c[0])
     for size in range(2, MAX_CLASSES + 1):
-        # Try all pairs, but add a third class to the best of them only.
-        sets = (
-            {frozenset(s) for s in itertools.combinations(times, 2)}
-            if size == 2
-            else {frozenset({*layout.time, t}) for _, layout in evaluated for t in times}
-        )
-        tried = sorted(tuple(sorted(s)) for s in sets if len(s) == size and max(s) >= top)
+        # Every class that fits the longest tree gets a second one, but only the best pairs a third.
+        sets = {frozenset({*layout.time, t}) for _, layout in evaluated for t in times}
+        tried = sorted(tuple(sorted(s)) for s in sets if len(s) == size)
         evaluated = sorted((search.evaluate(s) for s in tried), key=lambda c: c[0])[:BEST_PAIRS]
-        if evaluated and evaluated[0][0] <= (1 - WORTH_A_CLASS) ** (size - len(best[1].time)) * best[0]:
+        if not evaluated:
+            break
+        more_classes = size - len(best[1].time)
+        if evaluated[0][0] <= (1 - WORTH_A_CLASS) ** more_classes * best[0]:
             best = evaluated[0]
     return best[1]
 
 
 def _round(time: float) -> int:
     """Round up to a multiple of 32, of 64 above 128, or of 128 above 1024."""
-    step = 32 if time <= 128 else 64 if time <= 1024 else 128
+    if time <= 128:
+        step = 32
+    elif time <= 1024:
+        step = 64
+    else:
+        step = 128
     return step * -(-int(np.ceil(time)) // step)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -182,15 +183,19 @@ def split(
     """
     sizes = [len(branch) for branch in tree.branches]
     needs = trained_per_branch(tree)
+    max_sequences = sequences or math.inf
+    max_trained = trained or math.inf
     parts: list[Tree] = []
     start = 0
     while start < len(sizes):
         stop = start
-        size, need = len(tree.prefix), 0
+        size = len(tree.prefix)
+        need = 0
         while stop < len(sizes):
             end = min(stop + group, len(sizes))
-            size, need = size + sum(sizes[stop:end]), need + sum(needs[stop:end])
-            if size > limit or end - start > (sequences or end) or need > (trained or need):
+            size += sum(sizes[stop:end])
+            need += sum(needs[stop:end])
+            if size > limit or end - start > max_sequences or need > max_trained:
                 break
             stop = end
         if stop == start:
@@ -199,19 +204,21 @@ def split(
                 f"{sizes[start : start + group]} tokens does not fit a row of {limit} tokens, "
                 f"{sequences or 'any'} sequences, {trained or 'any'} trained tokens"
             )
-        part = slice(start, stop)
-        parts.append(
-            Tree(
-                prefix=tree.prefix,
-                branches=tree.branches[part],
-                weights=None if tree.weights is None else tree.weights[part],
-                token_values={name: values[part] for name, values in tree.token_values.items()},
-                sequence_values={name: values[part] for name, values in tree.sequence_values.items()},
-                routes=None if tree.routes is None else tree.routes[part],
-            )
-        )
+        parts.append(_with_branches(tree, slice(start, stop)))
         start = stop
     return parts
+
+
+def _with_branches(tree: Tree, part: slice) -> Tree:
+    """Make a tree of some of a tree's branches."""
+    return Tree(
+        prefix=tree.prefix,
+        branches=tree.branches[part],
+        weights=None if tree.weights is None else tree.weights[part],
+        token_values={name: values[part] for name, values in tree.token_values.items()},
+        sequence_values={name: values[part] for name, values in tree.sequence_values.items()},
+        routes=None if tree.routes is None else tree.routes[part],
+    )
 
 
 def trained_per_branch(tree: Tree) -> list[int]:

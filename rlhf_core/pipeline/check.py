@@ -89,8 +89,8 @@ def check(
     planned = chosen_stages(plan(read(pipeline, sets=sets, dir=dir), host), only)
     problems: list[str] = []
     mesh = None
-    with collected(problems):
-        if devices is not None:
+    if devices is not None:
+        with collected(problems):
             mesh = planned_mesh(devices, **planned.mesh)
     with collected(problems):
         forecasts = stage_forecasts(planned, host, mesh=mesh)
@@ -98,7 +98,8 @@ def check(
     notes: list[str] = []
     with collected(problems):
         runs = read_records(identified_stages(planned, host), accept)
-        problems += [line for each in runs.values() for line in each.decision.reasons]
+        for each in runs.values():
+            problems += each.decision.reasons
         if reuse is not None:
             reused, notes = find_reusable(reuse, [each.spec for each in runs.values()])
         if not problems:

@@ -124,13 +124,15 @@ def resolve_paths(field: str, value: Any, base: Path, where: str, problems: list
     A value that neither exists nor looks like a path is unchanged: a hub name, a `datasets` name, or a stage's output.
     """
     if isinstance(value, Mapping):
-        sets = field == "eval_data" and named_sets(value)  # each is a file, or a table, as eval_data itself
-        return {
-            k: v
-            if names_remote_model(k, value)
-            else resolve_paths(field if sets else k, v, base, f"{where}.{k}", problems)
-            for k, v in value.items()
-        }
+        # A set of eval_data is a file, or a table, as eval_data itself.
+        has_sets = field == "eval_data" and bool(named_sets(value))
+        resolved = {}
+        for key, item in value.items():
+            if not names_remote_model(key, value):
+                below = field if has_sets else key
+                item = resolve_paths(below, item, base, f"{where}.{key}", problems)
+            resolved[key] = item
+        return resolved
     if isinstance(value, list | tuple):
         return [resolve_paths(field, v, base, f"{where}[{i}]", problems) for i, v in enumerate(value)]
     if not isinstance(value, str) or hub.is_hub_name(value):

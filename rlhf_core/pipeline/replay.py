@@ -15,6 +15,7 @@ import jax
 from rlhf_core import artifacts, runtime
 from rlhf_core import plugins as plugin_loading
 from rlhf_core.config.trainer import COMPARING, TrainerConfig
+from rlhf_core.contracts import Trainer
 from rlhf_core.errors import Damaged, InputError, RunError, Stopped, counted, suggest
 from rlhf_core.mesh import make_mesh
 from rlhf_core.pipeline.file import read
@@ -82,7 +83,6 @@ def replay(
     file = read(run / RESOLVED, dir=run)
     host = plugin_loading.load(files=plugins)
     planned = plan(file, host)
-    mesh = planned.mesh
     then = _choose([each for each in open_run(run).stages if each.table], stage, run)
     (chosen,) = [each for each in planned.stages if each.name == then.name]
     _require_whole(then.rollout_numbers, chosen.dir / FOLDER)
@@ -93,13 +93,13 @@ def replay(
     config = _only_trained(chosen.config)
     with tempfile.TemporaryDirectory(prefix="rlhf-replay-") as directory:
         made = Stage(
-            chosen.name,
-            Path(directory) / chosen.name,
-            chosen.seed,
-            make_mesh(**dict[str, Any](mesh)),
-            jax.process_index() == 0,
-            host.registry,
-            host.hook,
+            name=chosen.name,
+            dir=Path(directory) / chosen.name,
+            seed=chosen.seed,
+            mesh=make_mesh(**dict[str, Any](planned.mesh)),
+            is_main=jax.process_index() == 0,
+            registry=host.registry,
+            hook=host.hook,
             template_date=day_begun(run),
             # A checkpoint is compared with what the stage computes.
             spec=identified(chosen, host.registry) if since else chosen,
@@ -108,20 +108,28 @@ def replay(
         if since:
             checkpoint = Path("checkpoints", str(since))
             shutil.copytree(chosen.dir / checkpoint, made.dir / checkpoint)
-        try:
-            execute(chosen.trainer, config, made, host)
-        except Stopped:
-            if stop_requested():
-                raise
-        again = _by_step(open_run(made.dir).stages[0]) if any(made.dir.glob("metrics.jsonl")) else {}
-        if not again:
-            raise RunError(f"stage '{chosen.name}': no update could be trained again")
+        again = _train_again(made, chosen.trainer, config, host)
         differences = list(_metric_differences(logged, again))
         compares = (made.dir / "artifacts").is_dir() and finished
         if compares:
             differences += _weight_differences(chosen.dir / "artifacts", made.dir / "artifacts")
         changes = _changes(chosen, host) if differences else ()
         return Replayed(chosen.name, max(again), differences, compares, changes)
+
+
+def _train_again(
+    stage: Stage, trainer: Trainer, config: TrainerConfig, host: plugin_loading.Host
+) -> dict[int, Mapping[str, Any]]:
+    """Train a stage of a journal as far as it goes; return {updates done: what was logged then}."""
+    try:
+        execute(trainer, config, stage, host)
+    except Stopped:  # after the last update of the replay
+        if stop_requested():
+            raise
+    logged = _by_step(open_run(stage.dir).stages[0]) if any(stage.dir.glob("metrics.jsonl")) else {}
+    if not logged:
+        raise RunError(f"stage '{stage.name}': no update could be trained again")
+    return logged
 
 
 def _require_whole(rollouts: Sequence[int], journal: Path) -> None:

@@ -153,10 +153,8 @@ class RolloutCollector:
             chosen = next_prompts()
             wanted = len(chosen)
             # A completion's random numbers go by its number in the rollout, counted through the rounds.
-            n, first = (
-                wanted * self.options.num_generations,
-                len(parts) * wanted * self.options.num_generations,
-            )
+            n = wanted * self.options.num_generations
+            first = len(parts) * n
             ids = np.arange(first, first + n)
             made = drawn() if drawn and not parts else self.draw(policy, chosen, key, ids)
             may_score()
@@ -173,24 +171,39 @@ class RolloutCollector:
         whole = replace(whole, samples=whole.samples._replace(version=versions))
         metrics |= {f"rewards/{label}/failed": float(count) for label, count in failed.items()}
         if self.options.max_rounds > 1:
-            equal, filled_up = _without_difference(whole), max(wanted - kept, 0)
-            metrics |= {
-                "dynamic_sampling/rounds": float(len(parts)),
-                "dynamic_sampling/dropped": float(equal.sum() - filled_up),
-                "dynamic_sampling/surplus": float(max(kept - wanted, 0)),
-                "dynamic_sampling/filled_up": float(filled_up),
-            }
-            if filled_up:
-                warn(
-                    f"{self.options.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards "
-                    "differ; groups without a learning signal fill the rollout. The prompts are too easy "
-                    "or too hard for "
-                    "the policy, or the reward is too coarse"
-                )
-            order = np.argsort(equal, kind="stable")
-            rest = whole.take(np.sort(order[wanted:])) if self.options.test and len(order) > wanted else None
-            whole = replace(whole.take(np.sort(order[:wanted])), dropped=rest)
+            metrics |= self._dynamic_sampling_metrics(whole, len(parts), wanted, kept)
+            whole = self._with_difference(whole, wanted)
         return replace(whole, number=number, rounds=len(parts), metrics=metrics, draws=self._draws(policy))
+
+    def _dynamic_sampling_metrics(
+        self, whole: Rollout, rounds: int, wanted: int, kept: int
+    ) -> dict[str, float]:
+        """Count what dynamic sampling drops; warn where groups without a difference fill a rollout up.
+
+        wanted: groups of a rollout. kept: those of all rounds whose rewards differ.
+        """
+        filled_up = max(wanted - kept, 0)
+        if filled_up:
+            warn(
+                f"{self.options.max_rounds} rounds of {wanted} prompts gave {kept} groups whose rewards "
+                "differ; groups without a learning signal fill the rollout. The prompts are too easy "
+                "or too hard for the policy, or the reward is too coarse"
+            )
+        return {
+            "dynamic_sampling/rounds": float(rounds),
+            "dynamic_sampling/dropped": float(_without_difference(whole).sum() - filled_up),
+            "dynamic_sampling/surplus": float(max(kept - wanted, 0)),
+            "dynamic_sampling/filled_up": float(filled_up),
+        }
+
+    def _with_difference(self, whole: Rollout, wanted: int) -> Rollout:
+        """Take the first `wanted` groups whose rewards differ, then equal ones; a sampling test gets the others too."""
+        equal = _without_difference(whole)
+        order = np.argsort(equal, kind="stable")
+        dropped = None
+        if self.options.test is not None and len(order) > wanted:
+            dropped = whole.take(np.sort(order[wanted:]))
+        return replace(whole.take(np.sort(order[:wanted])), dropped=dropped)
 
     def _draws(self, policy: Any) -> NDArray[np.float32]:
         """Return what engines drew before they sampled with a policy, [0, 4] where none is asked to."""

@@ -246,24 +246,34 @@ class RolloutUpdates:
         rollout, taken, states = self.ready[number]
         prepared = self._prepare(rollout, state)
         packed = self.steps.minibatches(prepared)
-        logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
-        if self.stage.is_main and (number == 0 or logged):
-            prepared.write(self.stage.dir / "samples" / f"update-{step:06d}.jsonl", self.collector.rewards)
-            for lines in completion_lines(prepared, self.collector.rewards, self.completions_to_print):
-                self.stage.say(f"update {step + 1:,}, {lines}")
+        is_logged = (step + self.updates_per_rollout) // self.log_steps > step // self.log_steps
+        if self.stage.is_main and (number == 0 or is_logged):
+            self._show_samples(step, prepared)
         # What may fail has happened: a state that is saved holds the rollout before, or this one.
         del self.ready[number]
         self._settle(states)
         self.order.settle(taken, rollout.rounds)
         before = min(step % self.updates_per_rollout, len(packed)) * len(rollout.prompts) // len(packed)
         self.ledger.begin(rollout, passed_over=before)
-        self.rollout, self.packed, self.timing = prepared, packed, rollout.timing
+        self.rollout = prepared
+        self.packed = packed
+        self.timing = rollout.timing
         if self.stream is not None:
-            waiting = [each for entry in self.ready.values() for each in entry.taken]
-            waiting += [each for flight in self.flights.values() for each in flight.order.taken]
-            first = min((*taken[: rollout.rounds], *waiting, *self.order.returned))
-            self.stream.begin(first * self.order.prompts_per_rollout)
+            # Prompts before the first round that is in use, or may be reserved again, are never read again.
+            rounds = [*taken[: rollout.rounds], *self.order.returned]
+            for entry in self.ready.values():
+                rounds += entry.taken
+            for flight in self.flights.values():
+                rounds += flight.order.taken
+            self.stream.begin(min(rounds) * self.order.prompts_per_rollout)
         self.warnings.check(number, rollout)
+
+    def _show_samples(self, step: int, rollout: Rollout) -> None:
+        """Write the completions of a rollout that begins with update `step`, and print some."""
+        rewards = self.collector.rewards
+        rollout.write(self.stage.dir / "samples" / f"update-{step:06d}.jsonl", rewards)
+        for lines in completion_lines(rollout, rewards, self.completions_to_print):
+            self.stage.say(f"update {step + 1:,}, {lines}")
 
     def _prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         """Have the trainer prepare a rollout, and test the sampler on it."""

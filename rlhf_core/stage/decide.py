@@ -217,7 +217,9 @@ def _why_not_as_long(begun: Begun, now: Record, asked: int | None, *, changed: b
         return None
     if begun.done and asked <= before:
         return f"the stage has made its {counted(before, 'updates')}; it can only be extended"
-    made = begun.made if begun.made is not None else before if begun.done else 0
+    made = begun.made
+    if made is None:
+        made = before if begun.done else 0
     if asked < made:
         done = counted(made, "updates")
         return f"it has made {done}, more than the requested {asked:,}; request at least as many"

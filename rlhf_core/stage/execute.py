@@ -81,35 +81,35 @@ def run_stage(
         spec=spec,
     )
     say = say or stage.say
-    lines = decision.warnings if stage.is_main else ()
     if decision.action == "skip":
         return _keep_done(stage, record, decision, say)
     begins = decision.action == "begin"
-    stop_together(f"before stage '{stage.name}' was {'begun' if begins else 'continued'}")
-    if not begins:
+    if begins:
+        stop_together(f"before stage '{stage.name}' was begun")
+        if stage.is_main and record.then:  # it starts over
+            record.put_back({})
+    else:
+        stop_together(f"before stage '{stage.name}' was continued")
         how = "is trained further" if decision.action == "extend" else "continues"
         say(f"stage '{stage.name}': begun on {record.then['started']}, {how}")
-    if begins and stage.is_main and record.then:  # it starts over
-        record.put_back({})
     on_record: AbstractContextManager[None] = nullcontext()
     if stage.is_main:
         for line in begins_again(spec, record.attempt):
             say(line)
+        continues = not begins or record.has_checkpoints
         shown = [*expected.warnings, *expected.told]
-        on_record = _on_record(
-            stage, record, day, continues=not begins or record.has_checkpoints, shown=shown
-        )
+        on_record = _on_record(stage, record, day, continues=continues, shown=shown)
+
+    def finished(outputs: dict[str, Artifact]) -> None:
+        if stage.is_main:
+            record.write_done(stage.metrics, outputs)
+
     forget_peak()
     with on_record, hook_errors_named(host.pm):
-        for line in lines:
-            warn(line)
-        outputs = execute(
-            spec.trainer,
-            spec.config,
-            stage,
-            host,
-            finished=lambda outputs: record.write_done(stage.metrics, outputs) if stage.is_main else None,
-        )
+        if stage.is_main:
+            for line in decision.warnings:
+                warn(line)
+        outputs = execute(spec.trainer, spec.config, stage, host, finished=finished)
     if expected.memory is not None:
         stage.say(f"memory: {peak_line()}; the forecast was about {format_bytes(expected.memory)}")
     return StageResult(outputs, False, dict(stage.metrics))
