@@ -105,7 +105,7 @@ def _prompt(row: Mapping[str, Any]) -> str | None:
 
 
 def evaluations(subject: Subject) -> Check:
-    """Compare the first evaluation with the last row by row, and the last one's mean with what was logged."""
+    """Compare the first evaluation with the last row by row, and the means of each with what was logged."""
     name = "evaluations"
     found = subject.stage.evaluations
     steps = list(found)
