@@ -34,8 +34,13 @@ class HubName(NamedTuple):
 
     def __str__(self) -> str:
         of = "datasets/" if self.type == "dataset" else ""
-        at = "" if self.revision is None else f"@{quote(self.revision, safe='/' if self._is_ref else '')}"
-        return f"hf://{of}{self.repository}{at}{'' if self.file is None else f'/{self.file}'}"
+        name = f"hf://{of}{self.repository}"
+        if self.revision is not None:
+            safe = "/" if self._is_ref else ""
+            name += f"@{quote(self.revision, safe=safe)}"
+        if self.file is not None:
+            name += f"/{self.file}"
+        return name
 
     @property
     def _is_ref(self) -> bool:

@@ -127,7 +127,8 @@ def _compute(
         raise ValueError(f"targets [rows, K] do not fit hidden {hidden.shape}: {tuple(targets.shape)}")
     in_blocks = device_count() == 1 and keep is None
     unit, number = at_once or ("words" if in_blocks else "tokens", None)
-    if min(temperature, *(x for x in (softcap, number) if x is not None), 1) <= 0:
+    given = [x for x in (softcap, number) if x is not None]
+    if min([temperature, *given]) <= 0:
         raise ValueError(
             f"temperature {temperature}, softcap {softcap} and at_once {at_once} must be positive"
         )
@@ -143,7 +144,9 @@ def _compute(
             size = min(number, max(length, 1))
         cap = None if softcap is None else float(softcap)
         settings = LogprobSettings(float(temperature), cap, size, entropy, absent, axes, moments, keep)
-        return (over_vocabulary if unit == "words" else over_tokens)(hidden, kernel, targets, settings)
+        if unit == "words":
+            return over_vocabulary(hidden, kernel, targets, settings)
+        return over_tokens(hidden, kernel, targets, settings)
 
     results: _Found = over_pieces(compute, hidden, jnp.asarray(targets, jnp.int32))
     return results

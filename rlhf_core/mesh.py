@@ -348,7 +348,11 @@ def take_tokens(x: jax.Array, at: jax.Array) -> jax.Array:
 def with_room(x: jax.Array, mesh: AbstractMesh, parts: int = 1) -> jax.Array:
     """Append zeros along time, so that `context` · parts divides it."""
     fill = -x.shape[1] % (parts * mesh.shape["context"])
-    return jnp.pad(x, [(0, fill if i == 1 else 0) for i in range(x.ndim)]) if fill else x
+    if not fill:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[1] = (0, fill)
+    return jnp.pad(x, widths)
 
 
 def _by_time() -> PartitionSpec:

@@ -370,8 +370,12 @@ class Console:
     @hookimpl(tryfirst=True)
     def rlhf_stage_end(self, error: BaseException | None) -> None:
         if self._view is not None:
-            stopped = isinstance(error, (Stopped, KeyboardInterrupt))
-            self._view.end("done" if error is None else "stopped" if stopped else "failed")
+            if error is None:
+                self._view.end("done")
+            elif isinstance(error, (Stopped, KeyboardInterrupt)):
+                self._view.end("stopped")
+            else:
+                self._view.end("failed")
             self._view = None
 
 

@@ -84,22 +84,33 @@ def unmerged(decoder: Decoder) -> Lora | None:
 
 def tensor_parallel(decoder: Decoder) -> TensorParallel:
     """Return how devices share the layers while they sample."""
-    c = decoder.config
-    each = [stack.config for stack in c.stacks.values()]
-    # A norm over all heads would need the sum of squares of every device. Models with a state and experts have few
-    # heads for their many experts.
-    states, experts = decoder.has_states, any(of.experts for of in each)
-    whole = c.qk_norm == "projection" or (states and (experts or decoder.quantized is not None))
-    heads = [layer_of(of).mixer.heads(of) for of in each]
-    sizes = [n for of in each for n in (of.experts or of.intermediate_size, of.shared_size)]
-    if decoder.quantized not in (None, "int8"):  # the blocks of a matrix that is cut along its inputs
-        inner = (0 if of.experts else of.intermediate_size for of in each)
-        inputs = (*inner, *(n for of in each for n in (of.num_heads * of.head_dim, of.shared_size)))
-        sizes += [n // BLOCK for n in inputs if n % BLOCK == 0]
-    # Experts are shared in any case, by their number: a device computes the tokens that are sent to its own.
-    divides = (math.gcd(*(of.experts for of in each)) or 1) if whole else math.gcd(*heads, *sizes)
+    configs = [stack.config for stack in decoder.config.stacks.values()]
+    experts = [config.experts for config in configs]
+    # A norm over all heads would need the sum of squares of every device.
+    whole = decoder.config.qk_norm == "projection"
+    # Models with a state and experts have few heads for their many experts.
+    if decoder.has_states and (any(experts) or decoder.quantized is not None):
+        whole = True
+    if whole:
+        # Experts are shared in any case, by their number: a device computes the tokens that are sent to its own.
+        divides = math.gcd(*experts) or 1
+    else:
+        divides = math.gcd(*(number for config in configs for number in _divisible(decoder, config)))
     prepare = functools.partial(_prepare_shards, decoder, not whole)
     return TensorParallel(divides, prepare, _shard_axes(decoder, whole), not whole)
+
+
+def _divisible(decoder: Decoder, config: DecoderConfig) -> list[int]:
+    """List the numbers of a layer that the devices which share its heads must divide."""
+    heads = layer_of(config).mixer.heads(config)
+    numbers = [heads, config.experts or config.intermediate_size, config.shared_size]
+    if decoder.quantized in (None, "int8"):
+        return numbers
+    # A matrix that is cut along its inputs keeps its blocks whole.
+    inputs = [config.num_heads * config.head_dim, config.shared_size]
+    if not config.experts:
+        inputs.append(config.intermediate_size)
+    return numbers + [size // BLOCK for size in inputs if size % BLOCK == 0]
 
 
 def _prepare_shards(decoder: Decoder, shares_heads: bool, params: Params) -> Params:

@@ -333,7 +333,8 @@ class Decoder(Definition):
         rotations = self._rotations(positions, shared_rotation)
         policy = remat_policy(c, self.remat, tokens.size * row_parts(), self.compute_dtype.itemsize)
         # The first layers have keys and values, which those that have none read.
-        owners = next((i for i, source in enumerate(c.sources) if source != i), c.num_layers)
+        borrowers = [i for i, source in enumerate(c.sources) if source != i]
+        owners = borrowers[0] if borrowers else c.num_layers
         keeps_caches = keep or owners < c.num_layers
         caches: list[Any] = []
 
@@ -343,7 +344,7 @@ class Decoder(Definition):
             rotation = rotation_of(stack.config, rotations)
 
             def one(x: jax.Array, slice_: tuple[Any, PerLayer]) -> tuple[jax.Array, Any]:
-                own = slice_[1]
+                parameters, own = slice_
                 ctx = LayerContext(
                     reader=reader,
                     rotation=rotation(own),
@@ -352,8 +353,10 @@ class Decoder(Definition):
                     routing=None if recorder is None else Routing(recorder.counted, own.routes),
                     source_cache=None if stack.config.source is None else caches[stack.config.source],
                 )
-                x, aux = nnx.merge(graph, slice_[0])(x, ctx)
-                return x, (aux.cache if keeps_caches else None, aux.routed and aux.routed.load)
+                x, aux = nnx.merge(graph, parameters)(x, ctx)
+                cache = aux.cache if keeps_caches else None
+                load = None if aux.routed is None else aux.routed.load
+                return x, (cache, load)
 
             if policy is not None:
                 # Scanned: in unrolled layers, XLA on CPU merges the recomputation with the first computation.
@@ -366,7 +369,8 @@ class Decoder(Definition):
         stacks = {kind: loop_of(kind, stack) for kind, stack in c.stacks.items()}
         # Layers with a state take about three times as long to compile as attention: each is written out once.
         unroll = policy is None and c.num_layers <= UNROLLED_LAYERS and not self.has_states
-        if at is None or not unroll or c.kinds or recorder:
+        computes_all = at is None or bool(c.kinds) or recorder is not None
+        if computes_all or not unroll:
             kinds = c.kinds or ("",) * c.num_layers
             x, kept_and_loads = run_layers(kinds[:owners], stacks, x, unroll=unroll)
             if owners < len(kinds):

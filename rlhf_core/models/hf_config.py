@@ -276,20 +276,27 @@ def read_ropes(
 
 def _tables(read: ConfigFields, rules: Architecture) -> dict[str, tuple[str, dict[str, Any]]]:
     """Read {kind of layer: (name of its rope table, the table with `rope_theta`)}."""
-    modern, legacy = read.get("rope_parameters"), read.get("rope_scaling")
+    modern = read.get("rope_parameters")
+    legacy = read.get("rope_scaling")
     if modern and legacy and modern != legacy:
         read.problem("rope_parameters and rope_scaling both say how to rotate positions; keep one of them")
-    where, table = ("rope_parameters", modern) if modern else ("rope_scaling", legacy or {})
+    if modern:
+        where, table = "rope_parameters", modern
+    else:
+        where, table = "rope_scaling", legacy or {}
     if isinstance(table, Mapping) and (FULL in table or SLIDING in table):
         for stranger in set(table) - {FULL, SLIDING}:
             read.problem(f"{where}.{stranger} is not supported together with {FULL} and {SLIDING}")
-        return {
-            kind: (f"{where}.{kind}", _with_theta(read, kind, table.get(kind) or {}, f"{where}.{kind}"))
-            for kind in (FULL, SLIDING)
-        }
+        tables = {}
+        for kind in (FULL, SLIDING):
+            name = f"{where}.{kind}"
+            tables[kind] = name, _with_theta(read, kind, table.get(kind) or {}, name)
+        return tables
     parts: dict[str, Any] = {FULL: table, SLIDING: table}
-    if where == "rope_scaling" and rules.scaled_rope is not None:
-        parts = {kind: table if kind == rules.scaled_rope else {} for kind in parts}
+    if not modern and rules.scaled_rope is not None:
+        for kind in parts:
+            if kind != rules.scaled_rope:
+                parts[kind] = {}
     if read.has("rope_local_base_freq"):
         if modern:
             read.problem(f"rope_parameters must have the tables {FULL} and {SLIDING}")
@@ -309,24 +316,28 @@ def _with_theta(read: ConfigFields, kind: str, table: Any, where: str) -> dict[s
 
 def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, Any], head_dim: int) -> Rope:
     named: Any = table.get("rope_type", table.get("type")) or "default"
-    # One position per token is all that text has of the three of multimodal rotary embeddings.
-    named = "default" if named == "mrope" and "mrope_section" in rules.rope_fields else named
+    if named == "mrope" and "mrope_section" in rules.rope_fields:
+        # One position per token is all that text has of the three of multimodal rotary embeddings.
+        named = "default"
     kind: RopeKind = "longrope" if named in rules.longrope else named
-    known = [name for name in NEEDED if name != "longrope" or rules.longrope]
+    known = list(NEEDED)
+    if not rules.longrope:
+        known.remove("longrope")
     if kind not in known:
         read.problem(f"{where}.rope_type {shown(kind)} is not supported; the decoder has {', '.join(known)}")
         return Rope()
     used = {*NEEDED[kind], *OPTIONAL.get(kind, ())}
     complete = _check_rope_fields(read, rules, where, table, kind)
     share = _rotated_share(read, rules, where, table, kind, head_dim)
+    longest = read.whole("max_position_embeddings", 2048)
+    original = "original_max_position_embeddings"
     # As in transformers, the file's own field takes precedence over the table's.
-    longest, original = read.whole("max_position_embeddings", 2048), "original_max_position_embeddings"
-    numbers = ConfigFields(
-        {**table, original: read.get(original) or table.get(original)}, dict.fromkeys(used)
-    )
+    fields = {**table, original: read.get(original) or table.get(original)}
+    numbers = ConfigFields(fields, dict.fromkeys(used))
     for name in sorted((used | {"rope_theta"}) - {"short_factor", "long_factor", "truncate"}):
         numbers.positive(name)
-    length, growth = numbers.whole(original, longest), numbers.number(GROWTH, 0.0)
+    length = numbers.whole(original, longest)
+    growth = numbers.number(GROWTH, 0.0)
     read.problems += [line.replace("config.json: ", f"config.json: {where}.") for line in numbers.problems]
     if not complete or numbers.problems:
         return Rope()
@@ -342,7 +353,9 @@ def _rope(read: ConfigFields, rules: Architecture, where: str, table: dict[str, 
     )
     if kind == "yarn":
         return _yarn(rope, table)
-    return _longrope(read, where, rope, table, longest, head_dim) if kind == "longrope" else rope
+    if kind == "longrope":
+        return _longrope(read, where, rope, table, longest, head_dim)
+    return rope
 
 
 def _check_rope_fields(
@@ -437,9 +450,11 @@ def parse(
         )
     rules = architectures[model_type]
     read = ConfigFields(hf_config, rules.defaults)
-    hidden, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
+    hidden = read.whole("hidden_size")
+    heads = read.whole("num_attention_heads")
     layers = read.whole("num_hidden_layers", most=MOST)
-    kv_heads, head_dim = read.whole("num_key_value_heads", heads), _head_dim(read, hidden, heads)
+    kv_heads = read.whole("num_key_value_heads", heads)
+    head_dim = _head_dim(read, hidden, heads)
     if not read.problems:
         _check_heads(read, heads, kv_heads, head_dim)
     types = _layer_types(read, rules, model_type, layers)
@@ -534,20 +549,20 @@ def _layer_types(read: ConfigFields, rules: Architecture, model_type: str, layer
     allowed = (FULL, *rules.layers) if rules.layers else (FULL, SLIDING)
     kinds = [FULL] * layers if rules.layer_types is None else rules.layer_types(read, layers)
     stored = read.get("layer_types")
-    if stored is not None and (
-        not isinstance(stored, list) or len(stored) != layers or any(kind not in allowed for kind in stored)
-    ):
-        read.problem(
-            f"layer_types must be {' or '.join(allowed)}, one for each of {layers} layers; it is {shown(stored)}"
-        )
-    elif stored is not None and (rules.layer_types_decide or rules.layers):
-        kinds = stored
-        if SLIDING in kinds and read.get("use_sliding_window") is False:
-            read.problem(f"layer_types has {SLIDING}, but use_sliding_window is false")
-    elif stored is not None and stored != kinds:
-        read.problem(
-            f"layer_types {shown(stored)} is not supported in {model_type}: its layers are {kinds!r}"
-        )
+    if stored is not None:
+        one_each = isinstance(stored, list) and len(stored) == layers
+        if not one_each or any(kind not in allowed for kind in stored):
+            read.problem(
+                f"layer_types must be {' or '.join(allowed)}, one for each of {layers} layers; it is {shown(stored)}"
+            )
+        elif rules.layer_types_decide or rules.layers:
+            kinds = stored
+            if SLIDING in kinds and read.get("use_sliding_window") is False:
+                read.problem(f"layer_types has {SLIDING}, but use_sliding_window is false")
+        elif stored != kinds:
+            read.problem(
+                f"layer_types {shown(stored)} is not supported in {model_type}: its layers are {kinds!r}"
+            )
     lost = sorted(set(kinds) - set(allowed))
     if lost:
         read.problem(f"layer_types: {lost[0]!r} is none of {', '.join(allowed)}, the layers of {model_type}")

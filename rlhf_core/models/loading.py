@@ -87,7 +87,8 @@ def load_model(
     if unknown:
         raise InputError(*(_unknown_argument(name) for name in unknown))
     directory, adapter_directory, base = model_directories(path, adapter, revision)
-    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    if mesh is None:
+        mesh = make_mesh(devices=jax.devices()[:1])
     if verify:
         _require_unchanged(directory, adapter_directory, mesh)
     definition, hf_config = define(_read_config(directory), head, directory, registry, dtype=dtype)
@@ -100,9 +101,9 @@ def load_model(
     tokenizer = _tokenizer(adapter_directory) or _tokenizer(directory)
     fresh = head == "score" and any(name not in params for name in definition.abstract_params())
     drawn = fresh and (adapters is None or adapters.score is None)
-    if drawn and not fresh_head:
-        raise InputError(f"{path} {NO_REWARD_HEAD}")
     if drawn:
+        if not fresh_head:
+            raise InputError(f"{path} {NO_REWARD_HEAD}")
         warn(f"{path}: a language model: its reward head is new, drawn from seed {seed}")
     if fresh:
         params = complete(definition, params, mesh, seed)

@@ -195,19 +195,20 @@ def untrained(params: Mapping[str, Any], model: frozenset[Path] | None = None) -
     a nested model with adapters that has other paths: they could belong to it or not.
     """
     every = [path for path, _ in paths(params)]
-    buffers = {path for path in every if path[-1] in BUFFERS}
+    fixed = {path for path in every if path[-1] in BUFFERS}
     roots = {path[: _layers_at(path)] for path in every if GROUP in path}
-    fixed: set[Path] = set(buffers)
     for path in every:
         above = [root for root in roots if path[: len(root)] == root]
         if not above:
             continue
         root = max(above, key=len)
         inner = path[len(root) :]
-        adapted = GROUP in inner
-        if inner[0] == "score" or (adapted and path[-1] != "lora_key"):
+        if inner[0] == "score":
             continue
-        if model is None or adapted or inner in model:
+        if GROUP in inner:
+            if path[-1] == "lora_key":
+                fixed.add(path)
+        elif model is None or inner in model:
             fixed.add(path)
         elif root:
             raise InputError(

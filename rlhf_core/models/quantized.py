@@ -185,14 +185,15 @@ class PlainScaled(NamedTuple):
 
 def with_plain_scales(params: Mapping[str, Any]) -> dict[str, Any]:
     """Compute the scales of every quantized module among the parameters, as `plain` names them."""
-    return {
-        name: {"codes": value["codes"], "scales": scales_of(value)}
-        if name == GROUP
-        else with_plain_scales(value)
-        if isinstance(value, Mapping)
-        else value
-        for name, value in params.items()
-    }
+    computed: dict[str, Any] = {}
+    for name, value in params.items():
+        if name == GROUP:
+            computed[name] = {"codes": value["codes"], "scales": scales_of(value)}
+        elif isinstance(value, Mapping):
+            computed[name] = with_plain_scales(value)
+        else:
+            computed[name] = value
+    return computed
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

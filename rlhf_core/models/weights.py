@@ -201,34 +201,43 @@ class _Leaf:
     def __init__(self, path: tuple[Any, ...], shape: tuple[int, ...], config: DecoderConfig) -> None:
         self.keys = tuple(str(entry.key) for entry in path)
         self.shape = shape
-        self.transposed = self.keys[-1] == "kernel"
-        words, layers = self.keys[:-1], tuple(range(config.num_layers))
+        *words, last = self.keys
+        layers = tuple(range(config.num_layers))
         if words[0] == "layers" and config.kinds:  # the files know nothing of kinds
-            layers, words = config.stacks[words[1]].layers, ("layers", *words[2:])
-        stored = {"kernel": "weight", "embedding": "weight"}
-        module, last = ".".join(words), stored.get(self.keys[-1], self.keys[-1])
+            layers = config.stacks[words[1]].layers
+            words = ["layers", *words[2:]]
+        module = ".".join(words)
         named = dict(config.weight_names)
-        whole = named.get(f"{module}.{self.keys[-1]}")
+        whole = named.get(f"{module}.{last}")
         if whole:  # a tensor in the layout of the parameter
             self.transposed = False
-        name = whole or f"{named.get(module) or usual_name(module)}.{last}"
+            name = whole
+        else:
+            self.transposed = last == "kernel"
+            stored = "weight" if last in ("kernel", "embedding") else last
+            name = f"{named.get(module) or usual_name(module)}.{stored}"
         if config.prefix and name.startswith("model."):
             name = config.prefix + name.removeprefix("model.")
         axes = [axis for axis in ("layer", "expert") if f"{{{axis}}}" in name]
-        self.lead, inner = shape[: len(axes)], shape[len(axes) :]
+        self.lead = shape[: len(axes)]
+        inner = shape[len(axes) :]
         self.tensor_shape = inner[::-1] if self.transposed else inner
-        fused, tensor_shape, first, size = None, self.tensor_shape, 0, 0
-        if config.fused_experts:
-            fused = FUSED.fullmatch(name)
+        tensor_shape = self.tensor_shape
+        # Elements of a fused tensor before the first expert's part, and from one expert's part to the next.
+        first, size = 0, 0
+        fused = FUSED.fullmatch(name) if config.fused_experts else None
         if fused is not None:
-            joined = 1 if fused[2] == "down" else 2
-            name = f"{fused[1]}.{'down' if joined == 1 else 'gate_up'}_proj"
-            size, first = joined * math.prod(inner), math.prod(inner) if fused[2] == "up" else 0
-            tensor_shape = (self.lead[-1], joined * self.tensor_shape[0], *self.tensor_shape[1:])
-        numbers = {"layer": layers, "expert": range(self.lead[-1] if self.lead else 0)}
+            experts, projection = fused.groups()
+            joined = ("down",) if projection == "down" else ("gate", "up")
+            name = f"{experts}.{'_'.join(joined)}_proj"
+            first = joined.index(projection) * math.prod(inner)
+            size = len(joined) * math.prod(inner)
+            tensor_shape = (self.lead[-1], len(joined) * self.tensor_shape[0], *self.tensor_shape[1:])
         self.places = []
         for index in np.ndindex(self.lead):
-            number = {axis: numbers[axis][i] for axis, i in zip(axes, index, strict=True)}
+            number = dict(zip(axes, index, strict=True))
+            if "layer" in number:
+                number["layer"] = layers[number["layer"]]
             self.places.append((name.format(**number), first + size * number.get("expert", 0)))
         self.tensors = dict.fromkeys((name for name, _ in self.places), tensor_shape)
 
@@ -417,15 +426,22 @@ def _others(
     config = decoder.config
     prefix = config.prefix or "model."
     parts = {name.removeprefix(prefix).partition(".")[0] for name in wanted if name.startswith(prefix)}
-    unneeded = [_head(config, "lm_head")] if decoder.head == "score" or config.tied else []
+    known = set(wanted)
+    if decoder.head == "score" or config.tied:
+        known.add(_head(config, "lm_head"))
     carried, wrong = [], []
     for name in readers:
-        if name in wanted or name in unneeded:
+        if name in known:
             continue
-        inner = name.removeprefix(prefix)
-        apart = bool(config.prefix) and (inner == name or inner.partition(".")[0] not in parts)
-        usual = name if inner == name else f"model.{inner}"
-        if apart or any(re.match(pattern, usual) for pattern in config.carried):
+        if name.startswith(prefix):
+            inner = name.removeprefix(prefix)
+            usual = f"model.{inner}"
+            within = inner.partition(".")[0] in parts
+        else:
+            usual = name
+            within = False
+        of_another = bool(config.prefix) and not within  # such as a vision tower
+        if of_another or any(re.match(pattern, usual) for pattern in config.carried):
             carried.append(name)
         elif not name.endswith(FREQUENCIES):
             wrong.append(name)

@@ -55,8 +55,11 @@ def disk_reason(error: BaseException) -> str | None:
     """Return the file system's reason in words; None for an error that is not the file system's."""
     cause: BaseException | None = error
     while cause is not None:
-        match = _OS_ERROR.search(str(cause))
-        number = cause.errno if isinstance(cause, OSError) else int(match[1]) if match else None
+        if isinstance(cause, OSError):
+            number = cause.errno
+        else:
+            match = _OS_ERROR.search(str(cause))
+            number = int(match[1]) if match else None
         full = next((full for full in FULL if full == number or os.strerror(full) in str(cause)), None)
         if full is not None:
             return "disk quota exceeded" if full == errno.EDQUOT else NO_SPACE
@@ -106,7 +109,9 @@ def write_atomic(path: str | Path, content: bytes | str, *, private: bool = Fals
             path.write_bytes(data)
             return
         make_directory(target.parent)
-        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o600 if private else None
+        mode = 0o600 if private else None
+        if target.exists():
+            mode = stat.S_IMODE(target.stat().st_mode)
         # What is private must be private under its temporary name too.
         descriptor = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else 0o600

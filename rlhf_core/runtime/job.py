@@ -425,7 +425,11 @@ def end(code: int, message: str) -> None:
 
 def _code_of(error: BaseException) -> int:
     """Return the exit code for the exception that ended a run."""
-    return 2 if isinstance(error, InputError) else 75 if isinstance(error, Stopped) else 1
+    if isinstance(error, InputError):
+        return 2
+    if isinstance(error, Stopped):
+        return 75
+    return 1
 
 
 def _at_exit(job: _Job, thread: threading.Thread) -> None:

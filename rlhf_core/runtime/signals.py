@@ -146,9 +146,10 @@ def stop_signals(
     request.stops = stops or request.stops
     before: dict[int, Any] = {}
     is_main = threading.current_thread() is threading.main_thread()
+    numbers = _NUMBERS if is_main else ()
     try:
         with _announced(request, exits) if is_main else nullcontext():
-            for number in _NUMBERS if is_main else ():
+            for number in numbers:
                 present = signal.getsignal(number)
                 if number == signal.SIGHUP and present == signal.SIG_IGN:
                     continue
@@ -159,9 +160,10 @@ def stop_signals(
             yield request.event
     finally:
         _current = None
-        for number, handler in before.items() if not request.over else ():
-            # None: a handler that was not set from Python, and that Python cannot restore.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if not request.over:
+            for number, handler in before.items():
+                # None: a handler that was not set from Python, and that Python cannot restore.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
     if redeliver and request.number is not None:
         signal.raise_signal(request.number)
 

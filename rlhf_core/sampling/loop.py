@@ -342,16 +342,20 @@ def _sample(
         left = (~carry.slots.free).reshape(shards, -1).sum(1)
         return carry.queue.waits().any() | (left > program.last_slots).any()
 
+    def unfinished(carry: _Carry) -> jax.Array:
+        return ~carry.slots.free.all()
+
     def step_full(carry: _Carry) -> _Carry:
         if program.shares_prompts:
             return step(carry, decode_groups)
-        return step(carry if sequences <= program.slots else lax.while_loop(fillable, fill, carry))
+        if sequences > program.slots:
+            carry = lax.while_loop(fillable, fill, carry)
+        return step(carry)
 
     wanted = (lengths > 0).reshape(shards, -1).sum(1, dtype=jnp.int32) * groups
     first = jnp.broadcast_to(jnp.arange(program.slots, dtype=jnp.int32), (shards, program.slots))
-    slot = jnp.minimum(
-        jnp.arange(sequences, dtype=jnp.int32), program.slots - 1
-    )  # there may be fewer sequences
+    # There may be fewer sequences.
+    slot = jnp.minimum(jnp.arange(sequences, dtype=jnp.int32), program.slots - 1)
     queue = Queue(
         wanted,
         jnp.minimum(wanted, program.slots),
@@ -367,13 +371,12 @@ def _sample(
     )
     slots = begin(queue, first)
     if program.shares_prompts:
+
+        def at_start(x: jax.Array, axis: int, empty: jax.Array) -> jax.Array:
+            return take(x, first // groups) if axis == STATE else empty
+
         axes = time_axes(model)
-        cache = jax.tree.map(
-            lambda x, axis, empty: take(x, first // groups) if axis == STATE else empty,
-            read,
-            axes,
-            empty_cache(read, axes, rows, longest),
-        )
+        cache = jax.tree.map(at_start, read, axes, empty_cache(read, axes, rows, longest))
     else:
         cache = rings(first, 0)
     if not program.shared_layers:
@@ -381,9 +384,8 @@ def _sample(
     end = lax.while_loop(many, step_full, _Carry(jnp.int32(0), slots, queue, written, cache))
     if program.last_slots:
         order = jnp.argsort(end.slots.free.reshape(shards, -1), axis=1)  # stable: unfinished ones come first
-        columns = jnp.minimum(
-            jnp.argsort(order, axis=1), program.last_slots - 1
-        )  # those that ended are never read again
+        # Those that ended are never read again.
+        columns = jnp.minimum(jnp.argsort(order, axis=1), program.last_slots - 1)
         chosen = order[:, : program.last_slots]
         slots = take(end.slots, chosen)
         cache = (
@@ -391,11 +393,8 @@ def _sample(
             if program.shares_prompts
             else take(end.cache, chosen)
         )
-        end = lax.while_loop(
-            lambda carry: ~carry.slots.free.all(),
-            functools.partial(step, columns=columns),
-            end._replace(slots=slots, cache=cache),
-        )
+        step_last = functools.partial(step, columns=columns)
+        end = lax.while_loop(unfinished, step_last, end._replace(slots=slots, cache=cache))
     return end.written, end.queue.step.reshape(-1), end.queue.slot.reshape(-1)
 
 

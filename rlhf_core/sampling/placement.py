@@ -135,13 +135,16 @@ def plan_room(
         whole = fitting > 0
         if whole:
             count = _equal(in_group, fitting)
-            slots, caches = count * num_generations, count * group
+            slots = count * num_generations
+            caches = count * group
         else:
-            count, slots = 1, max(min(num_generations, most, (free - held) // per_ring), 1)
+            count = 1
+            slots = max(min(num_generations, most, (free - held) // per_ring), 1)
             caches = held + slots * per_ring
         size = weights + (at_once + caches) // parts
         room = Room(tensor, slots, count * groups, size, shares and whole, part)
-        if size <= memory and slots >= min(in_group * num_generations // tensor, ENOUGH_SLOTS) * tensor:
+        enough = min(in_group * num_generations // tensor, ENOUGH_SLOTS) * tensor
+        if size <= memory and slots >= enough:
             break
     return room
 

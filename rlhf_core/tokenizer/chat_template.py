@@ -53,9 +53,11 @@ MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def templates_of(tokenizer: Any) -> dict[str, str]:
     """Return a tokenizer's chat templates by name; a single one is called "default"."""
     template = getattr(tokenizer, "chat_template", None)
-    return (
-        dict(template) if isinstance(template, Mapping) else {} if template is None else {"default": template}
-    )
+    if template is None:
+        return {}
+    if isinstance(template, Mapping):
+        return dict(template)
+    return {"default": template}
 
 
 def writes_date(tokenizer: Any, chat_template: str | None = None) -> bool:

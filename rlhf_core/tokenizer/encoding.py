@@ -349,7 +349,9 @@ def special_ids(tokenizer: Any, chat_template: str | TextOptions | None = None) 
 def stop_ids_in(file: Path) -> list[int]:
     """Read the distinct `eos_token_id` of a generation_config.json. Raises InputError if they are not ids."""
     listed = read_json_object(file, "fetch it again, or delete it").get("eos_token_id")
-    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if listed is None:
+        return []
+    ids = listed if isinstance(listed, list) else [listed]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise InputError(f"{file}: eos_token_id is {json.dumps(listed)}, not a token id or a list of them")
     return list(dict.fromkeys(ids))

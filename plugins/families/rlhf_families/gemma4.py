@@ -100,7 +100,9 @@ def details(read: ConfigFields, layers: int) -> dict[str, Any]:
         )
         own = layers
     table = _per_layer(read)
-    wide, size, mlp = read.switch("use_double_wide_mlp"), "intermediate_size", read.whole("intermediate_size")
+    wide = read.switch("use_double_wide_mlp")
+    mlp = read.whole("intermediate_size")
+    size = "intermediate_size"
     found: dict[str, Any] = {"query_scale": 1.0}
     if read.switch("enable_moe_block"):
         found |= {
@@ -113,21 +115,27 @@ def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     kinds = [kind if i < own else f"shared_{kind}" for i, kind in enumerate(types)]
     variants = {}
     for kind in dict.fromkeys(kinds):
-        first, borrows = kinds.index(kind), kind.startswith("shared_")
-        heads = _heads_of(read, types, types[first])
+        attention = types[kinds.index(kind)]
+        borrows = kind.startswith("shared_")
+        source = None
+        if borrows:
+            source = max(i for i in range(own) if types[i] == attention)
         differs = {
-            **heads,
-            size: mlp * (1 + (wide and borrows)),
-            "settings": Gemma4Settings(table, read.switch("attention_k_eq_v") and types[first] == FULL),
-            "source": own - 1 - types[:own][::-1].index(types[first]) if borrows else None,
+            **_heads_of(read, types, attention),
+            size: 2 * mlp if wide and borrows else mlp,
+            "settings": Gemma4Settings(table, read.switch("attention_k_eq_v") and attention == FULL),
+            "source": source,
         }
         variants[kind] = tuple(differs.items())
     names = [f"{kind}_token_id" for kind in ("image", "video", "audio")]
     stand_ins = [read.whole(name, least=0) for name in names if read.get(name) is not None]
+    placeholders: tuple[int, ...] = ()
+    if stand_ins:
+        placeholders = (read.whole("pad_token_id", 0, least=0), *stand_ins)
     return found | {
         "layer": Gemma4LayerWithInput if table[1] else Gemma4Layer,
         "settings": Gemma4Settings(table),
-        "placeholders": (read.whole("pad_token_id", 0, least=0), *stand_ins) if stand_ins else (),
+        "placeholders": placeholders,
         "fused_experts": True,
         # Published files have keys and values of layers that use another layer's.
         "carried": tuple(rf"model\.layers\.{i}\.self_attn\.[kv]_(proj|norm)\." for i in range(own, layers)),

@@ -103,25 +103,22 @@ def _reference(config: GRPOConfig, updates: int) -> Iterator[str]:
         )
     if config.use_bias_correction_kl and not (kl.beta and kl.place == "loss"):
         yield "use_bias_correction_kl: has no effect: there is no KL term in the loss"
-    taxed = kl.beta and kl.place == "reward"
-    if taxed and config.advantage.name == "normalize_then_sum":
-        yield (
-            "kl.place='reward': has no effect: advantage 'normalize_then_sum' reads the rewards of each function, and "
-            "the KL is taken from their sum; use place = 'loss'"
-        )
-    if (
-        taxed
-        and config.advantage.name == "group"
-        and config.advantage.options.get("scale", "group") == "group"
-    ):
-        yield (
-            "kl.place='reward': completions of a group with equal rewards then differ by KL alone, which "
-            "normalization scales up like any other difference; use scale_rewards = 'none' or 'batch', or "
-            "dynamic_sampling"
-        )
-    if not kl.beta or kl.place == "reward" or config.use_bias_correction_kl:
+    if not kl.beta:
         return
-    if kl.name == "k1":
+    if kl.place == "reward":
+        name, options = config.advantage.name, config.advantage.options
+        if name == "normalize_then_sum":
+            yield (
+                "kl.place='reward': has no effect: advantage 'normalize_then_sum' reads the rewards of each function, "
+                "and the KL is taken from their sum; use place = 'loss'"
+            )
+        if name == "group" and options.get("scale", "group") == "group":
+            yield (
+                "kl.place='reward': completions of a group with equal rewards then differ by KL alone, which "
+                "normalization scales up like any other difference; use scale_rewards = 'none' or 'batch', or "
+                "dynamic_sampling"
+            )
+    elif kl.name == "k1" and not config.use_bias_correction_kl:
         yield (
             "kl.name='k1' in the loss: its gradient is zero on average and pulls nowhere; use k2, or "
             "use_bias_correction_kl, or place = 'reward'"

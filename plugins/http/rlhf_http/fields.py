@@ -264,31 +264,36 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
     # A field of several types has the problems that it has as each of them: the one that it was meant as fits best.
     best: dict[Any, tuple[bool, int]] = {}
     for each in found:
-        best[each["loc"][:1]] = max(_fit(each), best.get(each["loc"][:1], (False, 0)))
+        field = each["loc"][:1]
+        best[field] = max(_fit(each), best.get(field, (False, 0)))
     for each in found:
-        fits, _ = best[each["loc"][:1]]
-        if _fit(each) != best[each["loc"][:1]] and not (fits and _fit(each)[0]):
+        fit, best_fit = _fit(each), best[each["loc"][:1]]
+        both_of_the_type = fit[0] and best_fit[0]
+        if fit != best_fit and not both_of_the_type:
             continue
-        unknown = each["type"] == "extra_forbidden"
-        # A field that the client made up may look like a branch, and is none.
-        within = each["loc"][:-1] if unknown else each["loc"]
-        path = [str(part) for part in within if not (isinstance(part, str) and _is_branch(part))]
-        if unknown:
-            path.append(str(each["loc"][-1]))
-        name = ".".join(path) or "the body"
-        if unknown:
+        if each["type"] == "extra_forbidden":
+            # A field that the client made up may look like a branch, and is none.
+            *within, own = each["loc"]
+            path = [*_fields_of(within), str(own)]
             line = f"there is no such field.{suggest(path[-1], kind.model_fields)}"
         elif each["type"] == "missing":
+            path = _fields_of(each["loc"])
             line = "missing"
         else:
+            path = _fields_of(each["loc"])
             line = str(each["msg"])
             given = each["input"]
             if isinstance(given, str | int | float | bool | None):
                 line += f"; it is {json.dumps(given)[:80]}"
-        lines.setdefault(name, line)
-    first = next(iter(lines))
-    shown = [f"{name}: {line}" for name, line in list(lines.items())[:5]]
-    return BadRequest("; ".join(shown), param=first.split(".")[0])
+        lines.setdefault(".".join(path) or "the body", line)
+    names = list(lines)
+    shown = [f"{name}: {lines[name]}" for name in names[:5]]
+    return BadRequest("; ".join(shown), param=names[0].split(".")[0])
+
+
+def _fields_of(location: Iterable[str | int]) -> list[str]:
+    """List the fields and indices of a problem's location, without the types of unions in it."""
+    return [str(part) for part in location if isinstance(part, int) or not _is_branch(part)]
 
 
 def _fit(error: Any) -> tuple[bool, int]:

@@ -60,7 +60,8 @@ def attend_pallas(
 
     Raises InputError on CPUs.
     """
-    kernels = kernels or Kernels(platform())
+    if kernels is None:
+        kernels = Kernels(platform())
     time, size = k.shape[2:]
     if kernels.platform not in PLATFORMS:
         raise InputError(
@@ -80,14 +81,17 @@ def attend_pallas(
         first, second = (Blocks(math.gcd(each.queries, run), math.gcd(each.keys, run)) for each in blocks)
         blocks = first, second
         at = (starts[:, None] + jnp.arange(run, dtype=jnp.int32)).reshape(-1)
-        of_queries = at, None if window is None else positions[:, at]
+        own_positions = None if window is None else positions[:, at]
+        of_queries = at, own_positions
     fill = max(each.fill(time) for each in blocks)
     if fill:
         q, k, v = (_filled(x, x.ndim - 2, fill) for x in (q, k, v))
         positions, visible_until = (_filled(x, 1, fill) for x in (positions, visible_until))
     near = None if window is None else jnp.asarray(window, jnp.int32).reshape(1)
-    rows = (visible_until, None if window is None else positions, near, of_queries)
-    sinks = None if sinks is None else sinks.astype(jnp.float32)
+    of_keys = None if window is None else positions
+    rows = (visible_until, of_keys, near, of_queries)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
     mixed = _attend(q, k, v, rows, sinks, softcap, kernels, blocks)
     mixed = mixed.reshape(*mixed.shape[:2], -1)
     return mixed[:, :time] if fill else mixed

@@ -27,8 +27,15 @@ WIDEST = 1024
 def choose_blocks(time: int, size: int, groups: int, dtype: Any) -> tuple[Blocks, Blocks]:
     """Choose the blocks of the forward and of the backward pass: large ones, for few steps."""
     values = groups * max(size, 128) * jnp.dtype(dtype).itemsize // 2
-    largest = 512 if values <= WIDEST else 256 if values <= 2 * WIDEST else 128
-    block = next(each for each in (128, 256, 512) if each == largest or 8 * each >= time)
+    if values <= WIDEST:
+        largest = 512
+    elif values <= 2 * WIDEST:
+        largest = 256
+    else:
+        largest = 128
+    block = 128
+    while block < largest and 8 * block < time:
+        block *= 2
     return (Blocks(block, block),) * 2
 
 

@@ -153,7 +153,8 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
 
     model = _open(given, registry)
     encoded = _encode(given, records, model)
-    positions, group = model.max_positions, given.num_generations
+    positions = model.max_positions
+    group = given.num_generations
     ids, cut = _fit(encoded, given.max_prompt_length, given.max_completion_length, positions)
     sampler = _sampler(given, model, len(ids), max(map(len, ids)))
     try:
@@ -163,32 +164,33 @@ def _complete(given: Generation, records: Records, registry: Registry) -> list[d
     except NonFiniteError as error:
         raise RunError(f"{given.model}: {encoded.where(error.sequence)}: {error}") from None
     completions = [row[:length] for row, length in zip(rollouts.tokens, rollouts.lengths, strict=True)]
-    prefixes = [
-        prompt if isinstance(text, str) else None
-        for prompt, text in zip(ids, encoded.raw, strict=True)
-        for _ in range(group)
-    ]
+    prefixes: list[Any] = []
+    for prompt, text in zip(ids, encoded.raw, strict=True):
+        prefixes += [prompt if isinstance(text, str) else None] * group
     said = _messages(model.tokenizer, prefixes, completions, given.stop_token_ids or ())
     whole = [len(ids[i // group]) + len(tokens) for i, tokens in enumerate(completions)]
     if positions and max(whole) > positions:
+        past = sum(length > positions for length in whole)
         warn(
-            f"{given.model}: {sum(n > positions for n in whole):,} of {len(whole):,} completions, with their prompts "
+            f"{given.model}: {past:,} of {len(whole):,} completions, with their prompts "
             f"up to {max(whole):,} tokens, run past the model's context of {positions:,}; give a smaller "
             "--max_completion_length"
         )
     warning = empty_warning([each["content"] for each in said])
     if warning:
         warn(f"{given.model}: {warning}")
-    return [
-        {
-            **records[int(encoded.rows[i // group])],
-            "completion": each["content"],
-            **{name: each[name] for name in THOUGHTS if name in each},
-            "finished": bool(rollouts.finished[i]),
-            **({"prompt_tokens_cut": lost} if (lost := cut[i // group]) else {}),
-        }
-        for i, each in enumerate(said)
-    ]
+    rows = []
+    for i, message in enumerate(said):
+        number = i // group
+        row = {**records[int(encoded.rows[number])], "completion": message["content"]}
+        for name in THOUGHTS:
+            if name in message:
+                row[name] = message[name]
+        row["finished"] = bool(rollouts.finished[i])
+        if cut[number]:
+            row["prompt_tokens_cut"] = cut[number]
+        rows.append(row)
+    return rows
 
 
 def _messages(

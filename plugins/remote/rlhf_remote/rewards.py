@@ -131,15 +131,15 @@ class Http:
 
         answers = await all_of(map(ask, batches))
         log_metric("failed_requests", sum(failures for _, failures in answers))
-        unanswered = sum(
-            len(rows) for rows, (scores, _) in zip(batches, answers, strict=True) if scores is None
-        )
+        values: list[Any] = []
+        unanswered = 0
+        for rows, (scores, _) in zip(batches, answers, strict=True):
+            if scores is None:
+                unanswered += len(rows)
+                scores = [None] * len(rows)
+            values += scores
         log_metric("unanswered", unanswered)
-        return [
-            score
-            for rows, (scores, _) in zip(batches, answers, strict=True)
-            for score in (scores if scores is not None else [None] * len(rows))
-        ]
+        return values
 
 
 class Vote(NamedTuple):
@@ -283,29 +283,29 @@ class Judge:
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log, **columns: Any
     ) -> list[float | None]:
         """Return the mean of the numbers in each completion's answers."""
-        bodies = [
-            self._body(prompt, completion, {name: columns[name][i] for name in self._rubric.columns()})
-            for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-        ]
-        keys = [
-            [] if body is None else [question_key(body, vote) for vote in range(self.votes)]
-            for body in bodies
-        ]
-        questions = {
-            key: (body, vote)
-            for body, each in zip(bodies, keys, strict=True)
-            if body is not None
-            for vote, key in enumerate(each)
-        }
+        keys: list[list[str]] = []
+        questions: dict[str, tuple[Mapping[str, Any], int]] = {}  # completions may have the same ones
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            own: list[str] = []
+            keys.append(own)
+            body = self._body(prompt, completion, {name: columns[name][i] for name in self._rubric.columns()})
+            if body is None:
+                continue
+            for vote in range(self.votes):
+                key = question_key(body, vote)
+                own.append(key)
+                questions[key] = body, vote
         self._call += 1
         asked = [self._vote(self._call, key, body, vote) for key, (body, vote) in questions.items()]
-        by_key = dict(zip(questions, await all_of(asked), strict=True))
-        log_metric("failed_requests", sum(vote.failures for vote in by_key.values()))
-        log_metric("unreadable", sum(vote.unreadable for vote in by_key.values()))
-        log_metric("unanswered", sum(not vote.answered for vote in by_key.values()))
+        votes = await all_of(asked)
+        by_key = dict(zip(questions, votes, strict=True))
+        log_metric("failed_requests", sum(each.failures for each in votes))
+        log_metric("unreadable", sum(each.unreadable for each in votes))
+        log_metric("unanswered", sum(not each.answered for each in votes))
         values: list[float | None] = []
-        for each in keys:
-            numbers = [number for key in each if (number := by_key[key].number) is not None]
+        for own in keys:
+            answers = [by_key[key].number for key in own]
+            numbers = [number for number in answers if number is not None]
             values.append(sum(numbers) / len(numbers) if numbers else None)
         return values
 

@@ -69,22 +69,24 @@ class EngineSampler:
                 found = problems(engine, needs)
                 if not found and options.sampling.temperature != 1.0:
                     found = self._temperature(engine, needs)
-                wrong += [f"urls: {line}; {start}" for line in found]
-                adapters = engine.facts().adapters if not found else None
+                adapters = None if found else engine.facts().adapters
             except RunError as error:
                 wrong.append(f"urls: {error}; {start}")
                 continue
             except EngineDownError as error:
                 warnings.append(f"sampler.urls: {error}; {start}")
                 continue
-            if self.weights == "adapter" and adapters is not None and adapters < options.ahead + 1:
+            wrong += [f"urls: {line}; {start}" for line in found]
+            if self.weights != "adapter" or adapters is None:
+                continue
+            if adapters < options.ahead + 1:
                 warnings.append(
                     f"sampler.urls: {url} computes {adapters} adapters at a time, and {options.ahead + 1} policies may "
                     f"sample: the others wait; --max-loras {options.ahead + 2}"
                 )
         if wrong:
             raise InputError(*wrong)
-        if self.weights == "disk" and options.ahead >= len(self.urls) > 0 < options.ahead:
+        if self.weights == "disk" and options.ahead >= len(self.urls):
             warnings.append(
                 f"rollouts_ahead={options.ahead}: an engine holds one policy at a time, and loads the next when it has "
                 f"written what it was asked for; {options.ahead + 1} engines would not wait for each other"

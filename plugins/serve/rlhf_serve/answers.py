@@ -144,23 +144,22 @@ def encode_prompts(body: Completion, target: NamedModel, most: int) -> list[np.n
     most: completions that the server takes.
     """
     given = body.prompt
-    texts = isinstance(given, str) or (bool(given) and isinstance(given[0], str))
-    rows: list[Any] = (
-        [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
-    )
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    rows: list[Any] = [given] if is_one else list(given)
     if not rows:
         raise BadRequest("prompt: is empty", param="prompt")
-    if len(rows) * (body.n or 1) > most:
-        raise too_many(len(rows) * (body.n or 1), most)
-    for text in rows if texts else ():
-        require_short([text], target.served.length, "prompt")
-    encoder = target.served.encoder
-    if not texts:
-        prompts = [check_ids(row, target) for row in rows]
-    elif body.add_special_tokens is False:
-        prompts = encoder.tokenize_open([(row, False) for row in rows])
+    count = len(rows) * (body.n or 1)
+    if count > most:
+        raise too_many(count, most)
+    if isinstance(rows[0], str):
+        for text in rows:
+            require_short([text], target.served.length, "prompt")
+        if body.add_special_tokens is False:
+            prompts = target.served.encoder.tokenize_open([(text, False) for text in rows])
+        else:
+            prompts = target.served.encoder.prompts(rows)
     else:
-        prompts = encoder.prompts(rows)
+        prompts = [check_ids(ids, target) for ids in rows]
     if body.truncate_prompt_tokens:
         prompts = [prompt[-body.truncate_prompt_tokens :] for prompt in prompts]
     return prompts
@@ -411,8 +410,6 @@ async def changes(call: SampledRequest) -> AsyncIterator[tuple[PendingCompletion
 
     A completion's last time is when it is over, even if nothing was added.
     """
-    import asyncio
-
     seen = {pending.number: (0, 0) for pending in call.completions}
     left = list(call.completions)
     while left:
@@ -426,16 +423,22 @@ async def changes(call: SampledRequest) -> AsyncIterator[tuple[PendingCompletion
                 yield pending, tokens, characters
             if over:
                 left.remove(pending)
-        waits = [pending for pending in left if not pending.changed.is_set()]
-        if left and len(waits) == len(left):
-            tasks = [asyncio.ensure_future(pending.changed.wait()) for pending in left]
-            try:
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in tasks:
-                    task.cancel()
+        if left and not any(pending.changed.is_set() for pending in left):
+            await _next_change(left)
         for pending in left:
             pending.changed.clear()
+
+
+async def _next_change(completions: Sequence[PendingCompletion]) -> None:
+    """Wait until one of the completions has changed."""
+    import asyncio
+
+    tasks = [asyncio.ensure_future(pending.changed.wait()) for pending in completions]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def completion_answer(body: Completion, call: SampledRequest) -> dict[str, Any]:
@@ -470,15 +473,13 @@ async def completion_stream(body: Completion, call: SampledRequest) -> AsyncIter
             choice["logprobs"] = completion_logprobs(body, call, pending, start, start + len(tokens))
         if body.echo:
             before = echoed(body, call, pending)
+            logprobs = choice["logprobs"]
             if first:
-                choice["text"] = before + choice["text"]
-            if choice["logprobs"] is not None:
-                with_offsets = (
-                    with_prompt(body, call, pending, choice["logprobs"], before)
-                    if first
-                    else shifted(choice["logprobs"], before)
-                )
-                choice["logprobs"] = with_offsets
+                choice["text"] = before + text
+            if logprobs is not None and first:
+                choice["logprobs"] = with_prompt(body, call, pending, logprobs, before)
+            elif logprobs is not None:
+                choice["logprobs"] = shifted(logprobs, before)
         if first and body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = read_prompt(body, call, pending)
         if body.return_token_ids:

@@ -310,14 +310,16 @@ async def chat_stream(
             rest = thought[len(thought_before) :]
             if rest:
                 delta["reasoning_content"] = rest
-            if not any(delta.values()) and not body.logprobs and not body.return_token_ids:
+            wants_tokens = body.logprobs or body.return_token_ids
+            if not any(delta.values()) and not wants_tokens:
                 continue
+        logprobs = None
+        if body.logprobs:
+            logprobs = chat_logprobs(body, call, pending, start, len(pending.tokens))
         choice = {
             "index": pending.index,
             "delta": delta,
-            "logprobs": chat_logprobs(body, call, pending, start, len(pending.tokens))
-            if body.logprobs
-            else None,
+            "logprobs": logprobs,
             "finish_reason": finish_reason(pending.finish_reason, message),
         }
         if body.return_token_ids:

@@ -142,4 +142,7 @@ async def _drain(server: Server, received: list[signal.Signals], seconds: float)
         for pending in call.completions:
             pending.finish("abort")
     ended = f"stopped: {counted(max(count - left, 0), 'requests')} ended"
-    echo(ended + (f", {left:,} {'was' if left == 1 else 'were'} cut off" if left else ""), err=True)
+    if left:
+        were = "was" if left == 1 else "were"
+        ended += f", {left:,} {were} cut off"
+    echo(ended, err=True)

@@ -133,7 +133,8 @@ async def score(body: Score, served: ServedScorer, engine: Engine) -> dict[str, 
 
 async def classify(body: Classify, served: ServedScorer, engine: Engine) -> dict[str, Any]:
     """Answer `/classify`: the score is the only class, without an activation unless it is asked for."""
-    scoring, given = Scoring(served), body.input
+    scoring = Scoring(served)
+    given = body.input
     if (given is None) == (body.messages is None):
         raise BadRequest("give either input or messages", param="input")
     rows: list[Any] = [body.messages] if given is None else _inputs(given)
@@ -143,11 +144,13 @@ async def classify(body: Classify, served: ServedScorer, engine: Engine) -> dict
         raise BadRequest(
             f"input: {len(rows):,} are more than {MOST_ROWS:,}; send several requests", param="input"
         )
-    if isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], int):
+    first = rows[0]
+    if isinstance(first, list) and first and isinstance(first[0], int):
         values: list[Any] = await scoring.ids(engine, [np.asarray(row, np.int32) for row in rows])
     else:
-        column = "text" if isinstance(rows[0], str) else "messages"
-        values = (await scoring.rows(engine, [{column: row} for row in rows]))["score"]
+        column = "text" if isinstance(first, str) else "messages"
+        scores = await scoring.rows(engine, [{column: row} for row in rows])
+        values = scores["score"]
     if body.use_activation or body.activation:
         values = [None if value is None else 1 / (1 + float(np.exp(-value))) for value in values]
     data = [
