@@ -533,7 +533,7 @@ def _check_heads(read: ConfigFields, heads: int, kv_heads: int, head_dim: int) -
 
 def _activation(read: ConfigFields, rules: Architecture) -> str:
     name = read.get(rules.activation) or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         read.problem(
             f"{rules.activation} {shown(name)} is not supported; choose one of {', '.join(ACTIVATIONS)}"
         )

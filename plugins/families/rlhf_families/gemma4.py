@@ -85,8 +85,11 @@ def layer_types(read: ConfigFields, layers: int) -> list[str]:
 
 def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
+    types = layer_types(read, layers)
     stored = read.get("layer_types")
-    types = stored if isinstance(stored, list) and len(stored) == layers else layer_types(read, layers)
+    if isinstance(stored, list) and len(stored) == layers and all(kind in (FULL, SLIDING) for kind in stored):
+        types = stored
+    refused = stored is not None and types is not stored  # as every family's reader says
     if types[-1] != FULL:
         read.problem(f"layer_types must end with {FULL}, as in transformers")
     if read.get("use_bidirectional_attention") == "all":
@@ -94,10 +97,11 @@ def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     shared = read.whole("num_kv_shared_layers", 0, least=0)
     own = max(layers - shared, 0)
     lost = set(types) - set(types[:own])
-    if lost:
+    if lost and not refused:
         read.problem(
             f"num_kv_shared_layers {shared} leaves no layer of type {min(lost)} that has keys and values to share"
         )
+    if lost:
         own = layers
     table = _per_layer(read)
     wide = read.switch("use_double_wide_mlp")
