@@ -79,14 +79,14 @@ def choose_layout(
     search = _Search(
         counts,
         trained,
-        branches_per_tree,
-        crossover,
-        max_tokens,
-        row_multiple,
-        top,
-        trees_per_update,
-        updates,
-        hidden_size,
+        branches=branches_per_tree,
+        crossover=crossover,
+        max_tokens=max_tokens,
+        row_multiple=row_multiple,
+        top=top,
+        per_update=trees_per_update,
+        updates=updates,
+        hidden_size=hidden_size,
     )
     times = search.candidates()
     evaluated = [search.evaluate((t,)) for t in times if t >= top]
@@ -129,6 +129,7 @@ class _Search:
         self,
         counts: NDArray[np.int64],
         trained: NDArray[np.int64] | None,
+        *,
         branches: int,
         crossover: int,
         max_tokens: int,
