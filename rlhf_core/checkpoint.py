@@ -218,7 +218,8 @@ class Checkpoints:
             attempt(lambda: finish(response), what, final, leftover=partial, then=INTACT)
             return self._retire(step, protect) if jax.process_index() == 0 else []
 
-        what, final = f"the checkpoint of step {step}", self.directory / str(step)
+        what = f"the checkpoint of step {step}"
+        final = self.directory / str(step)
         response = attempt(start, what, final, leftover=partial, then=INTACT)
         self._pending = self._pool.submit(complete, response)
         if block:

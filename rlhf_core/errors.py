@@ -48,7 +48,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
         top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if not top.startswith("rlhf_") and top not in _INSIDE:
             break
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(message, category, stacklevel=2 if frame is None else level)
 
 

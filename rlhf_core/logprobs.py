@@ -262,7 +262,8 @@ def capped(
 
     words, first: the size of the whole vocabulary, and the first id of the kernel's.
     """
-    logits, tanh = unembed(hidden, kernel), None
+    logits = unembed(hidden, kernel)
+    tanh = None
     if settings.softcap is None:
         logits = logits / settings.temperature
     else:
@@ -338,7 +339,8 @@ def _blocks(words: int, size: int, one: Callable[[Any, Any, int], Any], start: A
 def _forward_blocks(
     hidden: jax.Array, kernel: jax.Array, targets: jax.Array, settings: LogprobSettings
 ) -> tuple[_Found, tuple[jax.Array, ...]]:
-    states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    states = hidden.reshape(-1, hidden.shape[-1])
+    wanted = targets.reshape(-1)
 
     def one(seen: _Seen, first: Any, words: int) -> _Seen:
         weights = lax.dynamic_slice_in_dim(kernel, first, words, axis=1)
@@ -366,7 +368,8 @@ def _forward_blocks(
     lowest = jnp.full(wanted.shape, jnp.finfo(jnp.float32).min / 4, jnp.float32)
     start = _Seen(lowest, nothing, nothing, nothing, nothing if settings.moments else ())
     seen = _blocks(kernel.shape[1], settings.size, one, start)
-    used, log_total = wanted >= 0, jnp.log(seen.total)
+    used = wanted >= 0
+    log_total = jnp.log(seen.total)
     # Relative to the largest logit, so that large logits do not cancel.
     logps = jnp.where(used, seen.chosen - seen.top - log_total, 0.0)
     entropies = jnp.where(used, log_total - seen.mixed / seen.total, 0.0) if settings.entropy else nothing
@@ -383,7 +386,8 @@ def _backward_blocks(
     settings: LogprobSettings, residuals: Any, cotangents: Any
 ) -> tuple[jax.Array, jax.Array, Any]:
     hidden, kernel, targets, normalizers, entropies = residuals
-    states, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1, 1)
+    states = hidden.reshape(-1, hidden.shape[-1])
+    wanted = targets.reshape(-1, 1)
     normalizer, entropy = (x.reshape(-1, 1) for x in (normalizers, entropies))
     d_logp, d_entropy = (jnp.where(wanted >= 0, d.reshape(-1, 1), 0.0) for d in cotangents[:2])
 
@@ -458,7 +462,8 @@ def _forward_chunks(
         top = logits.max(-1, keepdims=True)
         relative = logits - top
         exp = jnp.exp(relative)
-        total, mixed = exp.sum(-1), (exp * relative).sum(-1)
+        total = exp.sum(-1)
+        mixed = (exp * relative).sum(-1)
         used = target >= 0
         chosen = jnp.take_along_axis(relative, jnp.maximum(target, 0)[..., None], axis=-1)[..., 0]
         logps = jnp.where(used, chosen - jnp.log(total), 0.0)

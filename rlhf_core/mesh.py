@@ -199,7 +199,8 @@ def over_parts(function: Callable[[Any, Any], Any], mesh: Mesh) -> Callable[[Any
         return jax.lax.with_sharding_constraint(x.reshape(count, x.shape[0] // count, *x.shape[1:]), spread)
 
     def call(rows: Any, other: Any) -> Any:
-        rows, token = jax.tree.map(cut, rows), _parts.set(count)
+        rows = jax.tree.map(cut, rows)
+        token = _parts.set(count)
         try:
             return mapped(rows, other)
         finally:

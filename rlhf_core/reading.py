@@ -42,7 +42,8 @@ def compute_batches(
     say: prints progress where the computation takes longer than a few seconds.
     """
     pending: deque[tuple[Packed, Any]] = deque()
-    due, wait = time.monotonic() + QUIET_SECONDS, QUIET_SECONDS
+    due = time.monotonic() + QUIET_SECONDS
+    wait = QUIET_SECONDS
     for number, batch in enumerate(batches):
         if len(pending) == IN_FLIGHT:
             done, result = pending.popleft()
@@ -148,7 +149,8 @@ class TreeReader:
 
     def read(self, params: Any, batches: Iterable[Packed]) -> Any:
         """Return what a call does, from the batches of `pack_numbered`."""
-        places, results = [np.zeros((2, 0))], []
+        places = [np.zeros((2, 0))]
+        results = []
         for batch, result in compute_batches(partial(self._run, params), self.mesh, batches, self.say):
             used = batch.example >= 0
             places.append(np.stack([batch.sequence_values[BRANCH][used], batch.example[used]]))

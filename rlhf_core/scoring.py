@@ -249,7 +249,8 @@ class Scorer:
         base: the base model of an adapter; default: the one that it names. quantized: as `load_model` takes it.
         Raises InputError for a language model, and for an adapter whose base model has changed since its training.
         """
-        directory, contract = local_directory(path), None
+        directory = local_directory(path)
+        contract = None
         if (directory / artifacts.MANIFEST).is_file():
             artifact = artifacts.open_artifact(directory, verify=False)  # load_model verifies it
             if artifact.kind != "reward_model":

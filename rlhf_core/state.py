@@ -118,10 +118,8 @@ def create_state(
     if isinstance(model, Mapping):
         params: dict[str, Any] = {name: each.params for name, each in model.items()}
         found = _find_fixed(model, frozen)
-        mesh, definition = (
-            _shared_mesh(model),
-            Definitions(tuple((n, m.definition) for n, m in model.items())),
-        )
+        mesh = _shared_mesh(model)
+        definition = Definitions(tuple((n, m.definition) for n, m in model.items()))
     else:
         if isinstance(tx, Mapping) or isinstance(frozen, Mapping):
             raise InputError("create_state: tx and frozen by name go with several models by name")
@@ -151,7 +149,8 @@ def create_state(
         opt_shardings = jax.tree.map(on_host, opt_shardings)
     replicated = replicated_sharding(mesh)
     if isinstance(jax.tree.leaves(params)[0], jax.ShapeDtypeStruct):
-        scalar, key = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: jax.random.key(seed))
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        key = jax.eval_shape(lambda: jax.random.key(seed))
         opt_state = with_shardings(jax.eval_shape(tx.init, updated), opt_shardings)
         step, guard, key = with_shardings((scalar, scalar, key), (replicated,) * 3)
         return TrainState(step, params, opt_state, key, guard, definition, tx, fixed, layers)

@@ -227,10 +227,12 @@ def apply(
     each of `layer_norms` as `grad_norm/LAYER`. adjust: changes the parameters after the optimizer.
     """
     if isinstance(done.loss, Mean):
-        total, scale = done.loss.total, _inverse(done.loss.count)
+        total = done.loss.total
+        scale = _inverse(done.loss.count)
         grads = jax.tree.map(lambda g: g * scale, done.grads)
     else:
-        total, grads = _sum_of_means(done.loss), done.grads
+        total = _sum_of_means(done.loss)
+        grads = done.grads
     # Of a stack, the optimizer sees the layers that are trained, as if there were no others.
     own = partial(without_layers, layers=state.fixed_layers)
     trained = own(grads)
@@ -347,7 +349,8 @@ class Programs:
 
         state: shapes with shardings will do. follows: whether it follows another micro-batch in its update.
         """
-        rows, key = abstract_rows(state.step.sharding.mesh, batch), None
+        rows = abstract_rows(state.step.sharding.mesh, batch)
+        key = None
         if self._noise:
             key = state.key if isinstance(state.key, jax.ShapeDtypeStruct) else _dropout_key(state, 0)
         if self._done is None or not follows:

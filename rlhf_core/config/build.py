@@ -146,7 +146,8 @@ def fields(cls: type[Options]) -> list[FieldDoc]:
     """Document the fields of a configuration class, then the flat names that stand for nested ones."""
     rows = []
     for name, field in cls.model_fields.items():
-        words, about = _words(_annotation(field)), field.description or ""
+        words = _words(_annotation(field))
+        about = field.description or ""
         rows.append(FieldDoc(name, words, _default(field), about, _bounds(field)))
     if issubclass(cls, TrainerConfig):
         for name, path in cls.aliases().items():

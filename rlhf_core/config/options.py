@@ -284,10 +284,12 @@ def _locate(cls: type[Options], loc: Sequence[str | int], data: Any) -> tuple[st
     for position, key in enumerate(loc):
         field = table.model_fields.get(key) if isinstance(key, str) else None
         if isinstance(node, Mapping) and (key in node or (field and position == len(loc) - 1)):
-            path, node = join(path, key), node.get(key)
+            path = join(path, key)
+            node = node.get(key)
             table = (table_in(field.annotation) if field else None) or table
         elif isinstance(key, int) and isinstance(node, list | tuple) and key < len(node):
-            path, node = join(path, key), node[key]
+            path = join(path, key)
+            node = node[key]
     return path, table
 
 

@@ -71,7 +71,8 @@ def batch_warnings(
 
     rows: of the training data. prompts_per_rollout: of a trainer that samples, whose rollouts are always whole.
     """
-    size, taken = config.total_batch_size, prompts_per_rollout or config.total_batch_size
+    size = config.total_batch_size
+    taken = prompts_per_rollout or config.total_batch_size
     if taken <= rows or config.max_training_steps == 0:
         return
     endless = config.max_training_steps is not None or prompts_per_rollout is not None

@@ -107,7 +107,8 @@ class TokenCache:
 
 def code_hash() -> str:
     """Hash the modules that turn rows into token ids, so that ids made by older rules are never read again."""
-    content, rooms = hashlib.sha256(), Path(__file__).parent.parent
+    content = hashlib.sha256()
+    rooms = Path(__file__).parent.parent
     for path in (*sorted(rooms.glob("tokenizer/*.py")), *sorted(rooms.glob("data/*.py"))):
         content.update(path.read_bytes())
     return content.hexdigest()
@@ -226,7 +227,10 @@ class Ragged(Sequence[NDArray[Any]]):
         stops: NDArray[np.int64],
     ) -> None:
         """which, starts, stops: [n], the index of each sequence's flat array and its bounds there."""
-        self.flats, self.which, self.starts, self.stops = list(flats), which, starts, stops
+        self.flats = list(flats)
+        self.which = which
+        self.starts = starts
+        self.stops = stops
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -480,7 +480,8 @@ def describe_columns(tables: Sequence[Table], names: Sequence[Sequence[str]]) ->
     counts: dict[tuple[str, bool], int] = {}
     for table, read in zip(tables, names, strict=True):
         for name in read:
-            kind, theirs = table.kind(name), table.renamed.get(name)
+            kind = table.kind(name)
+            theirs = table.renamed.get(name)
             if kind.total:
                 shown = name if theirs is None else f"{name} ← {theirs}"
                 key = shown, name in CONVERSATIONS and kind.chat

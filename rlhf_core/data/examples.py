@@ -138,7 +138,8 @@ def encode(
 
 def _encode_table(table: Table, kind: RowKind, unknown: int | None) -> Arrays:
     """Encode the rows of a table, as `TokenCache.encode` calls it."""
-    problems, notes = Problems(), Notes(kind.notes, len(table.rows))
+    problems = Problems()
+    notes = Notes(kind.notes, len(table.rows))
     # A number that every row needs is required of the rows that are used, which are not known yet.
     numbers = {
         VALUE.format(n): read_numbers(table, name, Problems() if missing is None else problems, missing)
@@ -316,7 +317,8 @@ def sequence_facts(
     ends = {name: arrays[f"{name}{ENDS}"] for name in names}
     has_unknown = np.zeros(len(ends[names[0]]), bool)
     for name in names:
-        flat, stops = arrays[name], ends[name].tolist()
+        flat = arrays[name]
+        stops = ends[name].tolist()
         facts[f"{name}_digest"] = np.fromiter(
             (digest64(flat[start:stop]) for start, stop in itertools.pairwise([0, *stops])),
             np.uint64,

@@ -138,7 +138,10 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
 
     parse: raises ValueError or RecursionError for a line that is not a row.
     """
-    starts, numbers, kinds, problems = array("q"), array("q"), Kinds(), Problems()
+    starts = array("q")
+    numbers = array("q")
+    kinds = Kinds()
+    problems = Problems()
     for start, number, line in _lines(file, name):
         if not line.strip():
             continue
@@ -160,7 +163,8 @@ def _read_lines(file: io.BufferedIOBase, name: str, parse: Callable[[str], Row])
 
     def take(which: Sequence[int]) -> list[Mapping[str, Any]]:
         if isinstance(which, range) and which.step == 1 and len(which) > 1:
-            block, first = read(starts[which[0]], starts[which[-1] + 1]), starts[which[0]]
+            block = read(starts[which[0]], starts[which[-1] + 1])
+            first = starts[which[0]]
             records = [block[starts[i] - first : starts[i + 1] - first] for i in which]
         else:
             records = [read(starts[i], starts[i + 1]) for i in which]
@@ -315,7 +319,9 @@ def _with_nulls(values: list[str], record: Sequence[str]) -> list[str | None]:
     """Replace empty values by None where the record's text has no quotes there."""
     if "" not in values:
         return list(values)
-    found, at, text = [], 0, "".join(record)
+    found = []
+    at = 0
+    text = "".join(record)
     for value in values:
         field = FIELD.match(text, at)
         assert field is not None
@@ -331,7 +337,8 @@ def _read_table(file: io.BufferedIOBase, name: str, kind: str) -> Table:
     try:
         table = _parquet_table(file) if kind == "parquet" else _arrow_table(file)
         table.validate(full=True)
-        rows, kinds = table_rows(table), Kinds()
+        rows = table_rows(table)
+        kinds = Kinds()
         for start in range(0, len(rows), CHUNK):
             for row in rows[start : start + CHUNK]:
                 count_values(kinds, row)
@@ -394,7 +401,9 @@ def array_records(path: Path, name: str) -> Any:
 
 def _read_array_record(path: Path, name: str) -> Table:
     """Check every record, the JSON of a row, and parse it again on access."""
-    records, kinds, problems = array_records(path, name), Kinds(), Problems()
+    records = array_records(path, name)
+    kinds = Kinds()
+    problems = Problems()
     for start in range(0, len(records), CHUNK):
         which = range(start, min(start + CHUNK, len(records)))
         for number, record in zip(which, records.__getitems__(which), strict=True):

@@ -189,7 +189,9 @@ def _from_table(
     options = dict(spec)
     columns = options.pop("columns", columns)
     require_rows(options)
-    name, weight, path = options.pop("name", None), options.pop("weight", 1.0), options.pop("path", None)
+    name = options.pop("name", None)
+    weight = options.pop("weight", 1.0)
+    path = options.pop("path", None)
     if name is None and path is None:
         raise _nameless(spec)
     require_weight(weight, name or path)
@@ -244,7 +246,8 @@ def _weighted(table: Table, weight: float) -> Table:
     """Repeat every row `weight` times; the fractional part adds evenly spaced rows, and no table becomes empty."""
     if weight == 1:
         return table
-    n, whole = len(table.rows), int(weight)
+    n = len(table.rows)
+    whole = int(weight)
     extra = max(round((weight - whole) * n), 0 if whole else 1)
     return table.take([*range(n)] * whole + [i * n // extra for i in range(extra)], f"weight {weight}")
 
@@ -418,7 +421,9 @@ def from_memory(data: Any, name: str = "dataset") -> Table:
     else:
         given = _rows_of(data, name)
         chunks = (list(enumerate(chunk, start + 1)) for start, chunk in Table.chunks(given))
-    content, kinds, problems = hashlib.sha256(), Kinds(), Problems()
+    content = hashlib.sha256()
+    kinds = Kinds()
+    problems = Problems()
     for chunk in chunks:
         for number, row in chunk:
             if not isinstance(row, Mapping):

@@ -104,7 +104,8 @@ def open_streams(
     streams = []
     for item in items:
         options = dict(item) if isinstance(item, Mapping) else {}
-        mine, weight = options.pop("columns", columns), options.pop("weight", 1.0)
+        mine = options.pop("columns", columns)
+        weight = options.pop("weight", 1.0)
         require_weight(weight, options.get("name"))
         opened = _opened(item, options, registry)
         if opened is None:
@@ -207,7 +208,8 @@ def _of_table(options: dict[str, Any], registry: Registry | None) -> tuple[str, 
         return str(name), _of_iterable(registry.get(DATASET, name, **given), str(name))
     if path is None:
         return str(name), _of_iterable(hub_dataset(str(name), options, streaming=True), str(name))
-    file, kind = resolve(str(path)), name or format_of(Path(path))
+    file = resolve(str(path))
+    kind = name or format_of(Path(path))
     if options or kind not in FORMATS:
         raise InputError(
             f"data table {path}: {', '.join(options) or kind} cannot be streamed; a table of a file has name (one of "
@@ -244,7 +246,8 @@ def _of_lines(path: Path, name: str, kind: str) -> Start:
             else:  # compressed
                 deque(islice(limited_rows(lines, name), number), maxlen=0)
             for line in limited_rows(lines, name, number):
-                at, number = at + len(line), number + 1
+                at = at + len(line)
+                number = number + 1
                 if line.strip():
                     row = parse_line(line, kind, f"{name} row {number}")
                     yield (number, row), {"offset": at, "line": number}
@@ -314,11 +317,15 @@ class _ShuffledIterator(grain.DatasetIterator[Any]):
         super().__init__(parent)
         self._rows = rows
         self._window: list[tuple[int, Numbered]] = []
-        self._start, self._number, self._used = parent.get_state(), -1, 0
+        self._start = parent.get_state()
+        self._number = -1
+        self._used = 0
 
     def __next__(self) -> tuple[int, Numbered]:
         if self._used == len(self._window):
-            self._start, self._number, self._used = self._parent.get_state(), self._number + 1, 0
+            self._start = self._parent.get_state()
+            self._number = self._number + 1
+            self._used = 0
             self._fill()
         self._used += 1
         return self._window[self._used - 1]
@@ -332,7 +339,9 @@ class _ShuffledIterator(grain.DatasetIterator[Any]):
         return {"start": self._start, "window": self._number, "used": self._used}
 
     def set_state(self, state: State) -> None:
-        self._start, self._number, self._used = dict(state["start"]), state["window"], state["used"]
+        self._start = dict(state["start"])
+        self._number = state["window"]
+        self._used = state["used"]
         self._parent.set_state(self._start)
         self._window = []
         if self._used:
@@ -393,7 +402,8 @@ class StreamRows:
         return ", ".join(dict.fromkeys(stream.name for stream in self.streams))
 
     def where(self, row: int) -> str:
-        stream, number = row >> STREAM_BITS, row & ((1 << STREAM_BITS) - 1)
+        stream = row >> STREAM_BITS
+        number = row & ((1 << STREAM_BITS) - 1)
         return f"{self.streams[stream].name} row {number + 1}"
 
     def seek(self, state: State) -> None:

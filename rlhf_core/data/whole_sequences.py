@@ -70,7 +70,8 @@ def _encode(
     table: Table, encoder: Encoder, report: Report | None, *, paired: bool, listed: bool
 ) -> tuple[list[list[Ints] | None], list[int]]:
     """Return the sequences of every row, and the rows whose completion repeats its prompt."""
-    problems, notes = Problems(), Notes(NOTES, len(table.rows))
+    problems = Problems()
+    notes = Notes(NOTES, len(table.rows))
     if paired and not listed and id_columns(table) is not None:
         return [
             [chosen, rejected] for _, chosen, rejected in read_ids(table, encoder.tokenizer, problems)

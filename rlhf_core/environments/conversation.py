@@ -297,7 +297,8 @@ class ConversationEncoder:
 
     def _after(self, context: str, text: str) -> Ints:
         """Tokenise a text as it is tokenised after another. Raises InputError if a token holds parts of both."""
-        before, whole = self._tokenize(context), self._tokenize(context + text)
+        before = self._tokenize(context)
+        whole = self._tokenize(context + text)
         if not np.array_equal(whole[: len(before)], before):
             raise InputError(
                 f"the tokenizer merges the end of a reply with what {self.name} writes next: give a template that "

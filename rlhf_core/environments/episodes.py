@@ -143,7 +143,8 @@ class Episodes:
 
     def _begin(self, episode: Episode) -> Future[tuple[Any, Any]]:
         episode.began = time.monotonic()
-        row, seed = dict(episode.row), episode.seed
+        row = dict(episode.row)
+        seed = episode.seed
         return call_now(lambda: self.calls.call(self.calls.make(), "reset", row, seed))
 
     def _encode_prompt(self, episode: Episode, first: Episode) -> None:
@@ -225,7 +226,8 @@ class Episodes:
             episode.messages += [dict(message) for message in turn.messages]
             episode.finished = episode.ended_by is not None
             return None
-        spent, limit = time.monotonic() - episode.began, self.calls.options.max_seconds
+        spent = time.monotonic() - episode.began
+        limit = self.calls.options.max_seconds
         if len(episode.turns) >= self.calls.options.max_turns or (limit is not None and spent > limit):
             episode.cut = True
             return None

@@ -151,7 +151,8 @@ class Trial:
         except InputError:
             return None  # there are no such conversations
         for number, form in enumerate(replies, 1):
-            messages, added = [*messages, _reply(form, number)], self.added(number)
+            messages = [*messages, _reply(form, number)]
+            added = self.added(number)
             try:
                 longer = self.written([*messages, *added], open_turn=True)
             except InputError:
@@ -189,7 +190,8 @@ class Trial:
 
 
 def _reply(form: ReplyForm, number: int) -> Message:
-    thought, text = f"qzxthought{number} end", f"qzxtext{number} end" * form.text
+    thought = f"qzxthought{number} end"
+    text = f"qzxtext{number} end" * form.text
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if form.thought == "field":
         message["reasoning_content"] = thought

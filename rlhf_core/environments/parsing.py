@@ -473,7 +473,8 @@ def _read_tags(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any])
     after_name = name_end.search(text, at)
     if after_name is None:
         raise CallError(f"the call has no {form.name_end or 'parameters'} after its name")
-    name, arguments = text[at : after_name.start()].strip(), {}
+    name = text[at : after_name.start()].strip()
+    arguments = {}
     if not re.fullmatch(r"[\w.:/-]+", name):
         raise CallError("the call has no name of a function")
     value_end = re.compile(rf"{end_mark.pattern}(?=\s*(?:{key_mark.pattern}|{closing.pattern or '$'}))")
@@ -521,7 +522,9 @@ _BRACES = re.compile(r'<\|"\|>(.*?)<\|"\|>|([{}\[\],:])|([^{}\[\],:<]+)', re.DOT
 def _read_braces(form: CallFormat, text: str, at: int, schemas: Mapping[str, Any]) -> _Read:
     """Read f{x:1,s:<|"|>a<|"|>}, whose keys have no quotes: its parts are written as JSON, and that is read."""
     end = max(text.find("{", at), at)
-    name, written, depth = text[at:end].strip(), "", 0
+    name = text[at:end].strip()
+    written = ""
+    depth = 0
     for part in _BRACES.finditer(text, end):
         if part.start() != end:
             break

@@ -102,7 +102,8 @@ class Build:
     def state(self, config: TrainerConfig, stage: Stage) -> tuple[TrainState, Schedule]:
         """Make the state that training starts from, of arrays or of shapes, and the learning rate's schedule."""
         models, total = self.models, self.updates.total
-        given, waits = stage.inputs.get("optimizers") or (None, None), "optimizer" in config.offload
+        given = stage.inputs.get("optimizers") or (None, None)
+        waits = "optimizer" in config.offload
         if isinstance(models, Model):
             tx, schedule = make_optimizer(config, stage.registry, total, given)
             state = create_state(models, tx, seed=stage.seed, frozen=config.frozen_parameters, offload=waits)
@@ -290,7 +291,8 @@ class _Run:
         return_freed_memory()  # before the programs that take the most
         if step == 0:
             self.act(Moment(0, state, starts=True), steps, ("show",))
-        done, counts = None, steps.count(state, update.batches)
+        done = None
+        counts = steps.count(state, update.batches)
         values: list[Values] = []
         for number, batch in enumerate(update.batches):
             done = steps.accumulate(state, put_rows(self.mesh, batch), done, number, counts)

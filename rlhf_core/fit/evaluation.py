@@ -73,7 +73,8 @@ class EvaluationMetrics(dict[str, float]):
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(metrics)
-        self.rows, self.extra = rows, extra or {}
+        self.rows = rows
+        self.extra = extra or {}
 
     @classmethod
     def of(

@@ -75,7 +75,8 @@ def write_row_losses(path: Path, values: UpdateValues) -> None:
 
 def forecast_row_losses(config: TrainerConfig, updates: ExampleUpdates) -> Forecast:
     """Forecast the bytes of rows/."""
-    total, last = updates.total, _first_of_last_epoch(updates)
+    total = updates.total
+    last = _first_of_last_epoch(updates)
     files = sum(step % config.log_steps == 0 or step >= last for step in range(1, total + 1))
     size = files * (BYTES_OF_FILE + BYTES_OF_ROW * config.total_batch_size)
     return Forecast(

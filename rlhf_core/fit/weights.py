@@ -30,7 +30,8 @@ def chosen(state: TrainState, pattern: str, stage: str) -> tuple[dict[str, dict[
     Returns ({dotted path of a parameter: {path of a layer, with its number: its index}}, lines about alternatives that
     name nothing). Raises InputError, naming the stage, where there is none.
     """
-    params, fixed = state.trained().params, dict(state.fixed_layers)
+    params = state.trained().params
+    fixed = dict(state.fixed_layers)
     found = named(params, pattern, state.model, f"stage '{stage}'.log_weights.pattern", "trained parameter")
     layers: dict[str, dict[str, Any]] = {}
     for path, leaf in paths(params):
@@ -49,7 +50,8 @@ def chosen(state: TrainState, pattern: str, stage: str) -> tuple[dict[str, dict[
 
 def statistics(before: Any, after: Any) -> dict[str, jax.Array]:
     """Describe one parameter after an update, by the names of the hook `rlhf_weights`; before: the same before it."""
-    values, moved = after.astype(jnp.float32).ravel(), (after - before).astype(jnp.float32)
+    values = after.astype(jnp.float32).ravel()
+    moved = (after - before).astype(jnp.float32)
     least, largest = values.min(), values.max()
     width = jnp.where(largest > least, (largest - least) / BINS, 1.0)
     bins = jnp.clip(jnp.floor((values - least) / width), 0, BINS - 1).astype(jnp.int32)

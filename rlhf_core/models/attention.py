@@ -49,7 +49,8 @@ def attend(
     Returns [B, T, K·G·h] in v's dtype; softmax is in float32. A block of queries never touches keys after it.
     """
     time = q.shape[3]
-    block, parts = query_block(time), []
+    block = query_block(time)
+    parts = []
     for start in range(0, time, block):
         end = min(start + block, time)
         between = positions[:, start:end, None], positions[:, None, :end]
@@ -189,7 +190,8 @@ def visible_blocks(
     No pair that is seen lies outside; blocks in which no pair is seen may be among them.
     """
     rows, time = visible_until.shape
-    first_query, first_key = np.arange(0, time, blocks.queries)[:, None], np.arange(0, time, blocks.keys)
+    first_query = np.arange(0, time, blocks.queries)[:, None]
+    first_key = np.arange(0, time, blocks.keys)
     last_seen = visible_until.reshape(rows, 1, -1, blocks.keys).max(-1)
     visible = (last_seen > first_query) & (first_key < first_query + blocks.queries)
     if window is not None:
@@ -258,7 +260,8 @@ def attend_blocks(
     starts: int32 [n], see `AttentionOver`. block: queries per block, and keys; None: `block_size`.
     """
     time = k.shape[2]
-    block, sinks = block or block_size(time), None if sinks is None else sinks.astype(jnp.float32)
+    block = block or block_size(time)
+    sinks = None if sinks is None else sinks.astype(jnp.float32)
     if starts is not None:
         run = q.shape[3] // len(starts)
         block = math.gcd(block, run)
@@ -355,7 +358,8 @@ def _forward_blocks(
                 _block_seen(i, j, positions, until, window), _block_logits(queries, k[j], softcap)[0], MASKED
             )
             above = jnp.maximum(top, logits.max(-1))
-            weights, shrink = jnp.exp(logits - above[..., None]), jnp.exp(top - above)
+            weights = jnp.exp(logits - above[..., None])
+            shrink = jnp.exp(top - above)
             more = jnp.einsum(
                 "bkgts,bksh->bkgth", weights.astype(dtype), v[j], preferred_element_type=jnp.float32
             )

@@ -92,7 +92,8 @@ def _attend_parts(
         visible = visible[:, None, None]
         logits = jnp.where(visible, capped(logits, softcap), MASKED)
         new = jnp.maximum(highest, logits.max(-1, keepdims=True))
-        weights, scale = jnp.where(visible, jnp.exp(logits - new), 0.0), jnp.exp(highest - new)
+        weights = jnp.where(visible, jnp.exp(logits - new), 0.0)
+        scale = jnp.exp(highest - new)
         mixed = mixed * scale + weighted(weights, v, "bkgts,bksh->bkgth")
         return mixed, new, total * scale + weights.sum(-1, keepdims=True)
 
@@ -176,7 +177,8 @@ def attend_groups(
         written = reader(q, keys, values, first, first + visible.sum(), softcap)
     if written is not None:
         highest = with_sinks(jnp.maximum(by_row(shared.max(-1)), written.highest), sinks)
-        shared, scale = jnp.exp(shared - by_prompt(highest)[..., None]), jnp.exp(written.highest - highest)
+        shared = jnp.exp(shared - by_prompt(highest)[..., None])
+        scale = jnp.exp(written.highest - highest)
         total = by_row(shared.sum(-1)) + written.total * scale + sinks_share(sinks, highest)
         mixed = by_row(weighted(shared, read_values, "pkgrs,pksh->pkgrh"))
         mixed += written.mixed * scale[..., None]

@@ -31,9 +31,12 @@ def attend_pieces(
     arrays: q, k, v of pieces. of_rows: positions, visible_until of whole rows. more: further arguments of `over`:
     softcap, and arrays by kv head.
     """
-    axes, size = row_axes(), mesh.shape["context"]
+    axes = row_axes()
+    size = mesh.shape["context"]
     tensor = "tensor" if arrays[1].shape[1] % mesh.shape["tensor"] == 0 else None
-    pieces, heads, nothing = PartitionSpec(axes, tensor), PartitionSpec(tensor), PartitionSpec()
+    pieces = PartitionSpec(axes, tensor)
+    heads = PartitionSpec(tensor)
+    nothing = PartitionSpec()
 
     def local(arrays: Any, of_rows: Any, window: Any, reach: Any, by_head: Any) -> jax.Array:
         q, *both = arrays
@@ -118,7 +121,8 @@ def across_pieces(
     function: (x, by_part, of_rows) → [B, T, n, …]. x: arrays of pieces, [B · c, T / c, n, …], cut in the order of
     `zigzag`. by_part: arrays [n, …]. of_rows: arrays of whole rows, [B, …].
     """
-    axes, size = row_axes(), mesh.shape["context"]
+    axes = row_axes()
+    size = mesh.shape["context"]
     n = jax.tree.leaves(x)[0].shape[2]
 
     def with_room(axis: int) -> Callable[[jax.Array], jax.Array]:
@@ -133,7 +137,9 @@ def across_pieces(
         back: jax.Array = lax.all_to_all(made[:, zigzag(made.shape[1], size)], "context", 1, 2, tiled=True)
         return back
 
-    pieces, parts, rows = PartitionSpec(axes), PartitionSpec("context"), PartitionSpec(axes[:-1])
+    pieces = PartitionSpec(axes)
+    parts = PartitionSpec("context")
+    rows = PartitionSpec(axes[:-1])
     over = jax.shard_map(local, mesh=mesh, in_specs=(pieces, parts, rows), out_specs=pieces, check_vma=False)
     made: jax.Array = over(jax.tree.map(with_room(2), x), jax.tree.map(with_room(0), by_part), of_rows)
     return made[:, :, :n]

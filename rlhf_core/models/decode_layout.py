@@ -141,7 +141,9 @@ def _apart(layer: Params, config: DecoderConfig) -> Params:
 def _separated(decoder: Decoder, layer: Params) -> Params:
     """Split the parameters of fused projections into separate ones."""
     c, layer = decoder.config, {**layer}
-    queries, keys, inner = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.intermediate_size
+    queries = c.num_heads * c.head_dim
+    keys = c.num_kv_heads * c.head_dim
+    inner = c.intermediate_size
     widths: dict[str, tuple[int, ...]] = {"self_attn": (queries, keys, keys), "mlp": (inner, inner)}
     for module, together, parts in JOINED:
         inside = layer.get(module, {})
@@ -164,7 +166,8 @@ def _shard_axes(decoder: Decoder, whole_layers: bool) -> Params:
 
     whole_layers: whether every device has the whole layers, their experts excepted.
     """
-    c, lora = decoder.config, unmerged(decoder)
+    c = decoder.config
+    lora = unmerged(decoder)
     lora = lora and replace(lora, targets=separate(lora.targets))
     laid_out = replace(c, fused=False, apart=not whole_layers)
     names = replace(decoder, lora=lora, quantized=plain(decoder.quantized), config=laid_out).logical_axes()

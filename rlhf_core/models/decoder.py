@@ -221,7 +221,8 @@ class Decoder(Definition):
 
     def module_names(self) -> dict[str, list[str]]:
         names = weights.tensor_names(self)
-        stored, prefix = self.config.prefix, weights.module_prefix(self.config)
+        stored = self.config.prefix
+        prefix = weights.module_prefix(self.config)
         return {
             module: [
                 (prefix + name.removeprefix(stored) if stored else name).removesuffix(".weight")
@@ -288,7 +289,8 @@ class Decoder(Definition):
         # Tokens that blocks of attention divide.
         step = 128 if time >= 1024 * size or platform() == "tpu" else 16
         whole = [with_room(x, mesh, 2 * step) for x in (tokens, positions, visible_until)]
-        order, recorder = zigzag(whole[0].shape[1], size), recorder_of(self)
+        order = zigzag(whole[0].shape[1], size)
+        recorder = recorder_of(self)
 
         def cut(x: jax.Array) -> jax.Array:
             return cut_rows(with_room(x, mesh, 2 * step)[:, order], mesh)
@@ -464,7 +466,8 @@ class Decoder(Definition):
 
         prepared: from `prepare`. rotations: from `_rotations`. caches: of the tokens before these, by layer.
         """
-        c, recorder = self.config, recorder_of(self)
+        c = self.config
+        recorder = recorder_of(self)
         fused = any(map(is_joined, prepared["layers"]))
         around, blocks = _parts(c, fused, self._is_apart(prepared), unmerged(self), plain(self.quantized))
         parts = {name: nnx.merge(graph, prepared[name]) for name, graph in around.items()}
@@ -616,10 +619,8 @@ def run_layers(
 
     loops = layer_loops(kinds)
     before, period, repeats = repetition(loops)
-    pattern, take = (
-        loops[before : before + period],
-        _taker({kind: stack for kind, (_, stack) in stacks.items()}),
-    )
+    pattern = loops[before : before + period]
+    take = _taker({kind: stack for kind, (_, stack) in stacks.items()})
     x, kept = run(x, loops[:before], take)
     if repeats:
         per = Counter[str]()

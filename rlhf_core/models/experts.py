@@ -249,7 +249,8 @@ def move_biases(definition: Any, params: Any, load: jax.Array, rate: float) -> d
 
     load: float32 [layers with experts, experts], tokens sent to each expert in an update.
     """
-    every, stacks = expert_layers(definition.config), definition.config.stacks
+    every = expert_layers(definition.config)
+    stacks = definition.config.stacks
     layers = {**params["layers"]}
     for kind, stack in stacks.items():
         inside = {**(layers.get(kind, {}) if kind else layers)}
@@ -344,10 +345,12 @@ def _mixed(
     config: DecoderConfig, specs: Any, x: jax.Array, weight: jax.Array, chosen: jax.Array, arrays: Any
 ) -> jax.Array:
     """Do what `ExpertMLPs` does, for the rows and with the experts of one device. specs: of the arrays on the mesh."""
-    tokens, pairs = x.reshape(-1, x.shape[-1]), chosen.reshape(-1)
+    tokens = x.reshape(-1, x.shape[-1])
+    pairs = chosen.reshape(-1)
     k, down = chosen.shape[-1], arrays["down_proj"][0]
     kernels, weights, biases = _at_hand(x.dtype, specs, arrays)
-    mlp, own = functools.partial(_mlp, config), down.shape[0]
+    mlp = functools.partial(_mlp, config)
+    own = down.shape[0]
     peers = specs is None and own < config.experts
     if peers:  # in a sampler, devices that share layers have the same tokens, and each its own experts
         pairs = pairs - lax.axis_index("tensor") * own
@@ -400,7 +403,8 @@ def every_other(x: jax.Array, on: str) -> tuple[jax.Array, jax.Array]:
     if on != "tpu":
         return x[:, 0::2], x[:, 1::2]
     size = math.gcd(x.shape[1], 128)
-    parts, ones = x.reshape(len(x), -1, size), jnp.eye(size, dtype=x.dtype)
+    parts = x.reshape(len(x), -1, size)
+    ones = jnp.eye(size, dtype=x.dtype)
     even, odd = (jnp.matmul(parts, ones[:, i::2], precision=lax.Precision.HIGHEST) for i in (0, 1))
     return even.reshape(len(x), -1), odd.reshape(len(x), -1)
 
@@ -420,7 +424,8 @@ def _mlp(
     those of the last expert; None: there are none.
     """
 
-    ends, rows = jnp.cumsum(counts), jnp.arange(len(x))[:, None]
+    ends = jnp.cumsum(counts)
+    rows = jnp.arange(len(x))[:, None]
     own = (rows >= ends - counts) & (rows < ends)
 
     def linear(name: str, x: jax.Array) -> jax.Array:
@@ -434,8 +439,10 @@ def _mlp(
         return y if used is None else jnp.where(used, y, 0)
 
     if config.swiglu:
-        (slope, limit), (gate, up) = config.swiglu, every_other(linear("gate_up_proj", x), platform())
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        slope, limit = config.swiglu
+        gate, up = every_other(linear("gate_up_proj", x), platform())
+        gate = jnp.minimum(gate, limit)
+        up = jnp.clip(up, -limit, limit)
         inner = (up + 1) * gate * jax.nn.sigmoid(slope * gate)
     else:
         inner = ACTIVATIONS[config.activation](linear("gate_proj", x)) * linear("up_proj", x)
@@ -474,7 +481,8 @@ class Experts(nnx.Module):
         c = self.config
         if c.router != "sigmoid":
             return lax.top_k(logits, c.experts_per_token)[1]
-        score, (groups, allowed) = jax.nn.sigmoid(logits), c.expert_groups
+        score = jax.nn.sigmoid(logits)
+        groups, allowed = c.expert_groups
         score = lax.stop_gradient(score + self.gate.e_score_correction_bias[...])
         if allowed < groups:
             each = score.reshape(len(score), groups, -1)
@@ -501,7 +509,8 @@ class Experts(nnx.Module):
 
         seen: what the router reads, [B, T, D]; None: the same.
         """
-        c, tokens = self.config, x.reshape(-1, x.shape[-1])
+        c = self.config
+        tokens = x.reshape(-1, x.shape[-1])
         logits = self.logits(tokens if seen is None else seen.reshape(tokens.shape))
         chosen = self.choose(logits)
         routed = None if routing is None else routing.follow(c, logits, chosen)

@@ -51,7 +51,8 @@ def by_expert(ids: jax.Array, experts: int) -> tuple[jax.Array, jax.Array, jax.A
     ids: int32 [N], from 0 to experts - 1; N · experts is below 2³². There is one sort, of one array, and
     places are counted: the TPU compiler takes half a minute for each sort of 100,000 pairs of numbers.
     """
-    rows, fill = len(ids), -len(ids) % COUNTED
+    rows = len(ids)
+    fill = -len(ids) % COUNTED
     keys = ids.astype(jnp.uint32) * rows + jnp.arange(rows, dtype=jnp.uint32)
     order = (lax.sort(keys, is_stable=False) % rows).astype(jnp.int32)
     each = jnp.pad(ids, (0, fill), constant_values=experts).reshape(-1, COUNTED)

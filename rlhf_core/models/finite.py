@@ -34,7 +34,8 @@ def nonfinite_output_error(
     finite, else an error that names the first layer whose output is not, for a sequence that has such an output by
     itself: sequences that share a row with it have them too.
     """
-    first, begins = next(iter(outputs)), ""
+    first = next(iter(outputs))
+    begins = ""
     problem = nonfinite_weights(definition, params)
     if problem:
         return InputError(f"{source}: its outputs are not finite (NaN or infinite): {problem}")

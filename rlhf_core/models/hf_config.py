@@ -283,7 +283,8 @@ def _tables(read: ConfigFields, rules: Architecture) -> dict[str, tuple[str, dic
     if modern:
         where, table = "rope_parameters", modern
     else:
-        where, table = "rope_scaling", legacy or {}
+        where = "rope_scaling"
+        table = legacy or {}
     if isinstance(table, Mapping) and (FULL in table or SLIDING in table):
         for stranger in set(table) - {FULL, SLIDING}:
             read.problem(f"{where}.{stranger} is not supported together with {FULL} and {SLIDING}")
@@ -415,12 +416,14 @@ def _longrope(
     read: ConfigFields, where: str, rope: Rope, table: Mapping[str, Any], longest: int, head_dim: int
 ) -> Rope:
     """Use the frequencies of short contexts: with the long ones, a sequence would depend on the rest of its batch."""
-    divisors, pairs = table["short_factor"], int(head_dim * rope.share) // 2
+    divisors = table["short_factor"]
+    pairs = int(head_dim * rope.share) // 2
     numeric = isinstance(divisors, list) and all(isinstance(x, int | float) for x in divisors)
     if not numeric or len(divisors) != pairs:
         read.problem(f"{where}.short_factor must be a list of {pairs} numbers; it is {shown(divisors)}")
         return Rope()
-    magnitude, factor = table.get("attention_factor"), table.get("factor", longest / rope.original_length)
+    magnitude = table.get("attention_factor")
+    factor = table.get("factor", longest / rope.original_length)
     if magnitude is None:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(rope.original_length)) if factor > 1 else 1.0
     # The factor is in the magnitude alone.

@@ -277,7 +277,8 @@ def define(
     Of a checkpoint that holds more, such as a vision tower, it is the text model, as `text_config` describes it.
     dtype, remat: as in `Definition.computing`.
     """
-    file, described = str(directory / "config.json"), hf_config
+    file = str(directory / "config.json")
+    described = hf_config
     contained = find_text_family(hf_config, registry)
     if contained is not None:
         described = {**text_config(hf_config), "model_type": contained}

@@ -144,7 +144,8 @@ def named(path: str | Path, revision: str | None = None) -> Base:
 
 def for_head(config: Mapping[str, Any], head: str) -> dict[str, Any]:
     """Set the task in an adapter's configuration to `head`, and whether the head is saved with the adapter."""
-    changed, saved = dict(config), config.get("modules_to_save") or []
+    changed = dict(config)
+    saved = config.get("modules_to_save") or []
     if head == "score":
         changed["task_type"] = "SEQ_CLS"
         if "score" not in saved:
@@ -279,7 +280,9 @@ class StoredAdapter:
         if self.score is not None and model.definition.head != "score":
             raise InputError(f"{self.directory}: a reward model's adapter: load it with head='score'")
         shapes = model.definition.quantized_as(None).abstract_params()
-        layers, names, possible = dict(paths(shapes)), model.definition.module_names(), linear_modules(shapes)
+        layers = dict(paths(shapes))
+        names = model.definition.module_names()
+        possible = linear_modules(shapes)
         renamed = self._rename({name for target in possible for name in names[target]})
         lora = self._lora_on({target: names[target] for target in possible})
         definition = model.definition.with_lora(lora)

@@ -48,10 +48,12 @@ def scale_values() -> np.ndarray:
     """Return the 256 values that blocks' largest values become, float32, ascending: 0, 1, and for each power of ten
     10⁻⁶ … 1 the centres of 1, 2, 4, … 64 equal parts of [0.1, 1] times it, with both signs (Dettmers 2015).
     """
-    values, start = [np.array([0, 1], np.float32)], np.float64(np.float32(0.1))
+    values = [np.array([0, 1], np.float32)]
+    start = np.float64(np.float32(0.1))
     for exponent in range(7):
         count = 2**exponent
-        numbers, step = np.arange(count + 1), np.float64(np.float32((1 - start) / count))
+        numbers = np.arange(count + 1)
+        step = np.float64(np.float32((1 - start) / count))
         # To the last bit those of bitsandbytes: edges are counted from the nearer end, in float32.
         edges = np.where(numbers < (count + 1) // 2, start + numbers * step, 1 - (count - numbers) * step)
         edges = edges.astype(np.float32)
@@ -110,13 +112,15 @@ def quantize(kind: Quantization, tensor: np.ndarray) -> dict[str, np.ndarray]:
     out, size = tensor.shape
     bands = [slice(i, i + max(BAND // size, 1)) for i in range(0, out, max(BAND // size, 1))]
     if kind == "int8":
-        codes, largest = np.empty((out, size), np.int8), np.empty((out, 1), np.float32)
+        codes = np.empty((out, size), np.int8)
+        largest = np.empty((out, 1), np.float32)
         for band in bands:
             part = tensor[band].astype(np.float32)
             largest[band] = np.abs(part).max(1, keepdims=True)
             codes[band] = np.rint(part * (127 / _not_zero(largest[band])))
         return {"codes": np.ascontiguousarray(codes.T), "scales": largest.T}
-    codes, largest = np.empty((out, size // 2), np.uint8), np.empty((out, size // BLOCK), np.float32)
+    codes = np.empty((out, size // 2), np.uint8)
+    largest = np.empty((out, size // BLOCK), np.float32)
     for band in bands:
         part = tensor[band].astype(np.float32).reshape(-1, size // BLOCK, BLOCK)
         largest[band] = np.abs(part).max(2)
@@ -158,7 +162,8 @@ def dequantize(arrays: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
 
     `scales` may be those that `scales_of` returns, without `outer` and `mean`.
     """
-    codes, scales = arrays["codes"], scales_of(arrays)
+    codes = arrays["codes"]
+    scales = scales_of(arrays)
     if codes.dtype == jnp.int8:
         return (codes.astype(jnp.float32) * (scales / 127)).astype(dtype)
     *lead, half, out = codes.shape

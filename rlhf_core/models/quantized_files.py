@@ -144,7 +144,8 @@ class Int8(Stored):
         return [name, f"{stem}SCB", f"{stem}weight_format"]
 
     def view(self, name: str) -> np.ndarray:
-        codes, scales = self.array(), array(self.readers, self.parts(name)[1])
+        codes = self.array()
+        scales = array(self.readers, self.parts(name)[1])
         return codes.astype(np.float32) * (scales.astype(np.float32)[:, None] / 127)
 
     def arrays(self, kind: Quantization) -> dict[str, np.ndarray] | None:
@@ -181,16 +182,15 @@ class Bits4(Stored):
         stored = self.array(".absmax")
         if stored.dtype != np.uint8:
             return stored.astype(np.float32)
-        outer, size = self.array(".nested_absmax"), int(self.state["nested_blocksize"])
+        outer = self.array(".nested_absmax")
+        size = int(self.state["nested_blocksize"])
         each = self.array(".nested_quant_map")[stored] * outer.repeat(size)[: stored.size]
         return (each + np.float32(self.state["nested_offset"])).astype(np.float32)
 
     def view(self, name: str) -> np.ndarray:
-        packed, numbers, size = (
-            self.array().reshape(-1),
-            self.array(".quant_map"),
-            int(self.state["blocksize"]),
-        )
+        packed = self.array().reshape(-1)
+        numbers = self.array(".quant_map")
+        size = int(self.state["blocksize"])
         both = numbers[np.stack([packed >> 4, packed & 15], -1).reshape(-1)[: math.prod(self.state["shape"])]]
         made: np.ndarray = both * self.largest().repeat(size)[: both.size]
         return made.astype(np.float32).reshape(self.state["shape"])

@@ -118,7 +118,8 @@ class RowReader:
     ) -> tuple[jax.Array, Any]:
         if k is None:
             keys, v = ctx.source_cache
-            k, kept = keys.swapaxes(2, 3), None
+            k = keys.swapaxes(2, 3)
+            kept = None
         else:
             kept = k.swapaxes(2, 3), v
         rows = self.positions, self.visible_until
@@ -253,7 +254,8 @@ class GroupReader(CacheReader):
     ) -> jax.Array:
         assert ctx.source_layer is not None
         entries = jnp.arange(self.entries.shape[1])
-        own, read = entries <= self.slot, self.used[:, None]
+        own = entries <= self.slot
+        read = self.used[:, None]
         if ctx.window:
             age = (
                 self.positions.reshape(len(self.used), -1, 1) - self.prompt_positions[:, None]

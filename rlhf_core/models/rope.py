@@ -49,7 +49,8 @@ def _yarn_ramp(rope: Rope, size: int) -> np.ndarray:
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+    low = max(low, 0)
+    high = min(high, size - 1)
     width = high - low if high != low else 0.001
     ramp: np.ndarray = np.clip((np.arange(size // 2) - low) / width, 0.0, 1.0)
     return ramp

@@ -102,13 +102,15 @@ def kept(decoder: Decoder, directory: Path) -> Kept:
     readers = open_weights(directory)
     plain = quantized_files.shown(readers)
     dtypes: list[str] = []
-    by_leaf, wanted = {}, set[str]()
+    by_leaf = {}
+    wanted = set[str]()
     for leaf in _leaves(decoder):
         wanted |= leaf.tensors.keys()
         found = [plain[name].dtype(name) for name in leaf.tensors if name in plain]
         dtypes += found
         by_leaf[leaf.keys] = "float32" if NAMES["float32"] in found else usual_dtype(found)
-    usual, head = usual_dtype(dtypes), _head(decoder.config, "lm_head")
+    usual = usual_dtype(dtypes)
+    head = _head(decoder.config, "lm_head")
     return Kept(
         usual,
         {keys: dtype for keys, dtype in by_leaf.items() if dtype not in (None, usual)},
@@ -243,7 +245,8 @@ class _Leaf:
 
     def parts(self, value: Any) -> Iterator[tuple[str, int, np.ndarray]]:
         """Yield (name of the tensor, its first element that is written, values) for the parameter's value."""
-        places, inner = iter(self.places), self.shape[len(self.lead) :]
+        places = iter(self.places)
+        inner = self.shape[len(self.lead) :]
         for some in _on_host(value, by_layer=bool(self.lead)):
             for part in some.reshape(-1, *inner):
                 yield *next(places), part.T if self.transposed else part
@@ -257,7 +260,8 @@ class _Leaf:
             key = tuple((s.start, s.stop) for s in spans)
             if key not in parts:
                 out = np.empty([stop - start for start, stop in key], np.float32)
-                leading, inner = spans[: len(self.lead)], spans[len(self.lead) :]
+                leading = spans[: len(self.lead)]
+                inner = spans[len(self.lead) :]
                 numbers = np.arange(len(self.places)).reshape(self.lead)[(*leading, None)].reshape(-1)
 
                 def fill(slot: np.ndarray, number: int) -> None:

@@ -152,7 +152,8 @@ def first_fit(
             at = [*limit, len(all_rows), limit[0]]
             rows.append(at)
             all_rows.append((limit, at))
-        row[i], offset[i] = at[3], at[4] - at[0]
+        row[i] = at[3]
+        offset[i] = at[4] - at[0]
         at[0] -= size
         at[1] -= count
         at[2] -= need

@@ -161,7 +161,8 @@ class _Search:
 
     def _sample(self, trees: int, per_update: int) -> list[NDArray[np.intp]]:
         """Draw the tree indices of a few updates by shuffled epochs, from one case after another."""
-        rng, size = np.random.default_rng(0), max(SAMPLE, UPDATES * per_update)
+        rng = np.random.default_rng(0)
+        size = max(SAMPLE, UPDATES * per_update)
         epochs = [rng.permutation(trees) for _ in range(-(-size // trees))]
         order = np.concatenate(epochs)[:size]
         starts = range(0, len(order), per_update)

@@ -248,13 +248,15 @@ def _lay_out(
 
     trained = np.flatnonzero(weight) if trained_limit else np.zeros(0, np.intp)
     trained_row = slot[trained] // time
-    compact, compact_at = (rows, trained_limit), trained_row * trained_limit + _rank(trained_row)
+    compact = (rows, trained_limit)
+    compact_at = trained_row * trained_limit + _rank(trained_row)
     token_values: dict[str, Floats] = {}
     for name in token_names:
         value = np.zeros(len(slot), np.float32)
         value[in_branch] = _branch_values([tree.token_values[name] for tree in trees])
         token_values[name] = _scatter_floats(compact, compact_at, value[trained])
-    per_sequence, sequence_at = (rows, sequence_limit), sequence_row * sequence_limit + sequence_in_row
+    per_sequence = (rows, sequence_limit)
+    sequence_at = sequence_row * sequence_limit + sequence_in_row
     return Packed(
         rows=laid_out,
         last=_scatter_ints(per_sequence, sequence_at, (end - 1)[is_branch] - sequence_row * time, -1),

@@ -89,7 +89,8 @@ def run(
 
     accept, reuse, only: see `run_pipeline`.
     """
-    whole, plan = plan, chosen_stages(plan, only)
+    whole = plan
+    plan = chosen_stages(plan, only)
     mesh = make_mesh(**dict[str, Any](plan.mesh))
     is_main = jax.process_index() == 0
     say = say if is_main else _silent

@@ -246,7 +246,8 @@ def _assign(target: Any, steps: Sequence[str], value: Any, at: str = "") -> None
             raise LookupError(f"'{at}' is a list: write {at}[0].{name}; {known}")
         if int(name) >= len(target):
             raise LookupError(f"'{at}' has no entry {name}: {known}")
-        step, here = int(name), f"{at}[{name}]"
+        step = int(name)
+        here = f"{at}[{name}]"
     elif name.isdecimal():
         raise LookupError(f"'{at}' is a table, which has no entry {name}; write {at}.field")
     if rest:

@@ -103,7 +103,8 @@ def _of_field(problem: str, planned: StageSpec) -> str:
 
 def _forecast(host: Host, planned: StageSpec, context: OnShapes) -> Forecast:
     """Forecast a stage by its trainer's `build`; of a trainer without one, nothing but the settings is known."""
-    elsewhere, build = _of_the_hub(planned), planned.trainer.build
+    elsewhere = _of_the_hub(planned)
+    build = planned.trainer.build
     if build is None:
         return Forecast(elsewhere)
     made = call_trainer(planned, host, partial(forecast, build), context, "forecast")
@@ -163,7 +164,8 @@ class _Tokenizers:
 
     def of(self, stage: StageSpec) -> Any:
         """Load the tokenizer of a stage's model; None where it is not here. Raises InputError, once for each."""
-        earlier, model = self.earlier(stage), stage.written.model
+        earlier = self.earlier(stage)
+        model = stage.written.model
         inherited = None if earlier is None else self._templates[earlier]
         self._templates[stage.name] = stage.preview.chat_template or inherited
         source = self._source(model)

@@ -135,7 +135,8 @@ def _stage(
     if table["trainer"]:
         with collected(problems, f"{where}.trainer: "):
             trainer = host.registry.get(TRAINER, table["trainer"])
-    written, given = None, pins.pin(options, where, problems)
+    written = None
+    given = pins.pin(options, where, problems)
     if trainer is not None:
         with collected(problems):
             named = _with_default_names(trainer.config, given)

@@ -244,7 +244,8 @@ def _options(kind: Kind[Any], thing: Any, what: str) -> tuple[Mapping[str, type[
 
     Cached: making the models takes most of the time in which plugins are loaded.
     """
-    models, required = {}, set()
+    models = {}
+    required = set()
     for parameter in parameters(kind, thing, what):
         if parameter.name == "name" and parameter.default is parameter.empty:
             raise InputError(f"{what}: in a file 'name' names the component; rename the option")

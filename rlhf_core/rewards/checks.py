@@ -217,7 +217,8 @@ def _without_value(reward: Reward, prompts: Any) -> list[str]:
     """
     lines = []
     for name in sorted(reward.wants()[0] & set(prompts.columns) - {"environment_rewards"}):
-        column, rows = prompts.columns[name], range(min(len(prompts.raw), ROWS_LOOKED_AT))
+        column = prompts.columns[name]
+        rows = range(min(len(prompts.raw), ROWS_LOOKED_AT))
         without = [i for i in rows if column[i] is None]
         if without:
             of = f"{'the first ' if len(prompts.raw) > len(rows) else ''}{len(rows):,} rows"

@@ -281,7 +281,8 @@ def as_settled(rewards: Sequence[Reward]) -> Iterator[None]:
 
 def parts(inputs: RewardInputs, count: int) -> list[RewardInputs]:
     """Split a call into at most `count` parts of similar size; completions of one prompt stay together."""
-    total, cuts = len(inputs.completions), [0]
+    total = len(inputs.completions)
+    cuts = [0]
     for k in range(1, count):
         cut = max(total * k // count, cuts[-1])
         while cuts[-1] < cut < total and inputs.prompts[cut] == inputs.prompts[cut - 1]:
@@ -413,7 +414,8 @@ def call_together(rewards: Sequence[Reward], inputs: RewardInputs) -> list[Outco
     begun: dict[int, list[futures.Future[Scored]]] = {}
     readable = [_readable(reward, inputs) for reward in rewards]
     for f in sorted(range(len(rewards)), key=lambda f: rewards[f].in_workers or rewards[f].asynchronous):
-        reward, own = rewards[f], inputs.take(readable[f])
+        reward = rewards[f]
+        own = inputs.take(readable[f])
         count = len(own.completions)
         if not count:
             begun[f] = []

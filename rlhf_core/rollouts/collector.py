@@ -263,7 +263,8 @@ class RolloutCollector:
     def score(self, drawn: Drawn, chosen: NDArray[np.int64], *, required: bool = True) -> Rollout:
         """Have the rewards score what was drawn; as in `sample`. The caller holds SCORING."""
         samples, run, seconds, receipt = drawn
-        began, before = time.perf_counter(), list[NDArray[np.int32]]()
+        began = time.perf_counter()
+        before = list[NDArray[np.int32]]()
         if run is None:
             assert not isinstance(self.prompts, EpisodeRows)
             before = [np.asarray(self.prompts.ids[i], np.int32) for i in chosen]
@@ -403,7 +404,8 @@ def rollout_metrics(
     grouped = total.reshape(-1, group)
     compared = [values[~np.isnan(values)] for values in grouped]
     compared = [values for values in compared if len(values) > 1]
-    lengths, finished = np.asarray(samples.mask).sum(1), np.asarray(samples.finished)
+    lengths = np.asarray(samples.mask).sum(1)
+    finished = np.asarray(samples.finished)
     scored = bool(rewards) or not np.isnan(total).all()
     out = {"reward": float(np.nanmean(total))} if scored else {}
     if scored and group > 1:

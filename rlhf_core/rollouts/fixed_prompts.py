@@ -62,7 +62,8 @@ class FixedPrompts:
         rollout = self._sample(state, np.arange(self.count))
         if self.previewed:
             self._write(int(state.step), rollout.take(self._spread()))
-        metrics, total = self.collector.metrics(rollout), rollout.total
+        metrics = self.collector.metrics(rollout)
+        total = rollout.total
         scored = total[~np.isnan(total)]
         if self.collector.rewards:
             metrics["reward_std_all"] = float(scored.std(ddof=1)) if len(scored) > 1 else float("nan")
@@ -91,7 +92,8 @@ class FixedPrompts:
         """Write completions of the state at this moment, unless an evaluation has done so."""
         if not self.previewed or at.step in self.written:
             return
-        stage, chosen = self.collector.stage, self._spread()
+        stage = self.collector.stage
+        chosen = self._spread()
         if not self.prints:
             stage.say(
                 f"answering {counted(len(chosen), 'prompts')} for samples/{self.name}-{at.step:06d}.jsonl"
@@ -110,7 +112,8 @@ class FixedPrompts:
         key = (
             state.key if self.seed is None else jax.device_put(jax.random.key(self.seed), state.key.sharding)
         )
-        key, group = jax.random.fold_in(key, KEY_NUMBER), self.collector.options.num_generations
+        key = jax.random.fold_in(key, KEY_NUMBER)
+        group = self.collector.options.num_generations
         # A completion's random numbers go by its number among those of all prompts, whichever are completed.
         ids = (chosen[:, None] * group + np.arange(group)).reshape(-1)
         params = self.stored(self.collector.policy(state.params))
@@ -133,7 +136,8 @@ class FixedPrompts:
 def mean_rewards(total: NDArray[np.float64]) -> list[float]:
     """Average the rewards of each prompt's completions, NaN where none is scored. total: float64 [prompts, n]."""
     scored = ~np.isnan(total)
-    sums, counts = np.where(scored, total, 0).sum(1).tolist(), scored.sum(1).tolist()
+    sums = np.where(scored, total, 0).sum(1).tolist()
+    counts = scored.sum(1).tolist()
     return [value / count if count else float("nan") for value, count in zip(sums, counts, strict=True)]
 
 

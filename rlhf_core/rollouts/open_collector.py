@@ -63,7 +63,8 @@ def open_collector(
     model without a stop token, and a chat template that the environment cannot be used with; and where an update of
     `total_batch_size` completions would split a group.
     """
-    stage, trains = context.stage, field == "train_data"
+    stage = context.stage
+    trains = field == "train_data"
     _require_whole_groups(context, options)
     context.check(_check_stops, context, options)
     prompts = open_prompts(context, options, field)
@@ -90,7 +91,8 @@ def open_collector(
     def make() -> Any:
         count, how = options.prompts_per_rollout, options
         if not trains:
-            count, how = min(count, len(prompts)), replace(options, test=None)
+            count = min(count, len(prompts))
+            how = replace(options, test=None)
         room = sampling_memory(context, model, rewards, others)
         return open_sampler(context, model, prompts, how, count, room, episodes)
 
@@ -279,7 +281,9 @@ def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOption
 
     Raises InputError where not even the shortest prompt leaves a position for a completion.
     """
-    positions, prompt, shortest = model.max_positions, int(prompts.sizes.max()), int(prompts.sizes.min())
+    positions = model.max_positions
+    prompt = int(prompts.sizes.max())
+    shortest = int(prompts.sizes.min())
     known = isinstance(prompts, Examples)  # of a stream and of episodes, sizes are limits
     if known and isinstance(positions, int) and shortest >= positions:
         raise InputError(
@@ -289,7 +293,8 @@ def _position_warnings(model: Model, prompts: AnyPrompts, options: RolloutOption
         )
     length, field, what = options.sampling.max_completion_length, "sampling.max_completion_length", ""
     if options.environment is not None:
-        length, field = options.environment.length(length), "environment.max_tokens"
+        length = options.environment.length(length)
+        field = "environment.max_tokens"
         what = f" and episodes of up to {length}"
     if not isinstance(positions, int) or prompt + length <= positions:
         return []

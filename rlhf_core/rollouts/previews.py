@@ -50,7 +50,9 @@ def open_previews(context: Context, build: Build) -> Action | None:
     with error_context(context.stage, "previews"):
         prompts = _open_prompts(options, context)
         data.require_vocabulary(prompts.ids, prompts.where, model.definition.vocab_size)
-    longest, count, group = int(prompts.sizes.max()), len(prompts), options.num_return
+    longest = int(prompts.sizes.max())
+    count = len(prompts)
+    group = options.num_return
     how = RolloutOptions(longest, group, sampling, count, policy=policy)
 
     def make() -> Any:

@@ -58,7 +58,8 @@ class PromptOrder:
     def settle(self, taken: Sequence[int], rounds: int) -> None:
         """Count the rounds of a rollout that is trained on now, and give back the others of those it had reserved."""
         self.returned = sorted([*self.returned, *taken[rounds:]])
-        self.extra_rounds, self.rounds = self.extra_rounds + rounds - 1, rounds
+        self.extra_rounds = self.extra_rounds + rounds - 1
+        self.rounds = rounds
 
     def prompts(self, number: int) -> NDArray[np.int64]:
         """Return the rows of round `number`, int64 [P]."""

@@ -304,7 +304,8 @@ class Rollout:
 
     def tree_groups(self, start: int = 0, stop: int | None = None) -> list[int]:
         """Return the group that each of `trees` belongs to."""
-        groups, said = range(len(self.prompts))[start:stop], self.conversations
+        groups = range(len(self.prompts))[start:stop]
+        said = self.conversations
         if said is None or not said.one_row_per_turn:
             return list(groups)
         return [
@@ -431,7 +432,8 @@ class Rollout:
             return [self._row_read(i, row, rewards) for i, row in enumerate(self.samples_read)]
         rows = []
         for i, text in enumerate(self.inputs.completions):
-            length, said = int(self.samples.mask[i].sum()), self.conversations
+            length = int(self.samples.mask[i].sum())
+            said = self.conversations
             row = {
                 "prompt": self.inputs.prompts[i],
                 **self._columns(i),

@@ -31,7 +31,8 @@ def choose_rollout_rows(context: Context, model: Model, collector: RolloutCollec
 
     `config.total_batch_size` counts completions. Without devices the layout is None.
     """
-    config, (sizes, group, length) = context.config, collector.tree_sizes()
+    config = context.config
+    sizes, group, length = collector.tree_sizes()
 
     def choose() -> tuple[Model, Layout]:
         width = model.definition.hidden_size
@@ -75,7 +76,8 @@ def group_layout(
     """
     skips = attention_skips_blocks(config, mesh)
     crossover = NO_CROSSOVER if skips else 6 * hidden_size
-    mean, together = float(prompt_sizes.mean()), group
+    mean = float(prompt_sizes.mean())
+    together = group
     cost = _group_cost(mean, length, group, group, crossover)
     for part in (g for g in range(1, group) if group % g == 0):
         # Sharing the prompt does not pay where attention over the whole group costs more than repeating it.

@@ -37,7 +37,8 @@ class RolloutWarnings:
 
         number: of the rollout, from 0.
         """
-        completions, metrics = [rollout.said(i)[1] for i in range(len(rollout.total))], rollout.metrics
+        completions = [rollout.said(i)[1] for i in range(len(rollout.total))]
+        metrics = rollout.metrics
         if (
             rollout.conversations is not None and rollout.inputs is not None
         ):  # failed ones have a warning of their own

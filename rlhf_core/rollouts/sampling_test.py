@@ -278,7 +278,8 @@ class SamplingTest:
         engine = max(np.unique(self._sums[:, 0]).astype(int).tolist(), key=self.evidence.log_mean)
         rows = self._sums[self._sums[:, 0] == engine]
         tokens, excess, _ = rows[:, 2:5].sum(0)
-        gap, power = excess / tokens, self.evidence.log_mean() / math.log(10)
+        gap = excess / tokens
+        power = self.evidence.log_mean() / math.log(10)
         causes = (
             "it samples greedily, at a lower temperature or with filters (top_k, top_p)"
             if gap < 0
@@ -328,7 +329,8 @@ class SamplingTest:
     def _write(self, rollout: Rollout, sums: NDArray[np.float64], drawn: NDArray[np.float64] | None) -> None:
         if not self.stage.is_main:
             return
-        folder, number = self.stage.dir / FOLDER, rollout.number
+        folder = self.stage.dir / FOLDER
+        number = rollout.number
         attempt(lambda: make_directory(folder), FOLDER, folder)
         if not self._wrote:
             remove_from(folder, number)

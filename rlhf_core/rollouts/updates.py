@@ -120,7 +120,8 @@ class RolloutUpdates:
         if test is not None and test.options.read_by == "test":
             self.readings.append(Reading(test.reader, collector.policy, ("parameters", "frozen parameters")))
         self.stream = collector.prompts if isinstance(collector.prompts, PromptStream) else None
-        count, updates = 0 if self.stream else len(collector.prompts), options.updates_per_rollout
+        count = 0 if self.stream else len(collector.prompts)
+        updates = options.updates_per_rollout
         if count:
             context.warn(
                 *batch_warnings(
@@ -139,7 +140,8 @@ class RolloutUpdates:
             updates_per_rollout=updates,
             seed=context.seed,
         )
-        self.fixed_total, self.log_steps = config.max_training_steps is not None, config.log_steps
+        self.fixed_total = config.max_training_steps is not None
+        self.log_steps = config.log_steps
         total = config.max_training_steps
         self.total = self.order.epoch_rounds * updates if total is None else total
         self.ready: dict[int, JournalEntry] = {}
@@ -189,7 +191,8 @@ class RolloutUpdates:
             self._sample(number, state)  # the last rollouts may need prompts that this one has given back
             self._end_with_epochs(number)
         minibatches = len(self.packed)
-        minibatch, groups = within % minibatches, len(self.rollout.prompts) // minibatches
+        minibatch = within % minibatches
+        groups = len(self.rollout.prompts) // minibatches
         batches = self.packed[minibatch]
         chosen = self.rollout.tree_groups(minibatch * groups, (minibatch + 1) * groups)
         # Programs may be compiled for an update before it is made, which enters it once.
@@ -202,7 +205,8 @@ class RolloutUpdates:
         metrics = _update_metrics(self.rollout.metrics, first=within == 0)
         if self.options.ahead:
             metrics["rollout/lag"] = float(step - int(self.rollout.samples.version[0]))
-        timing, self.timing = self.timing.metrics(), Timing()
+        timing = self.timing.metrics()
+        self.timing = Timing()
         if not self.collector.rewards:
             del timing["time/reward"]
         if self.reference is not None and self.reference.equals(self.collector.policy(state.params)):
@@ -500,7 +504,8 @@ class Ledger:
 
     def use(self, groups: int) -> None:
         """Enter groups that an update trains on for the first time."""
-        self.training, self.used = self.training - groups, self.used + groups
+        self.training = self.training - groups
+        self.used = self.used + groups
 
     def compare(self, planned: int, *, sampling: int, ready: int) -> None:
         """Compare with what the rollouts hold. Raises RunError if groups are missing, or are there twice.

@@ -42,7 +42,8 @@ def lock(directory: Path, field: str = "dir") -> Iterator[None]:
 
 @contextmanager
 def _locked(directory: Path, field: str) -> Iterator[None]:
-    path, other = directory / FILE, "--dir" if field == "dir" else field
+    path = directory / FILE
+    other = "--dir" if field == "dir" else field
     try:
         make_directory(directory)
         for (
@@ -106,7 +107,8 @@ def _require_shared(directory: Path, field: str) -> None:
     while not shared.exists() and time.monotonic() < until:
         time.sleep(0.1)
     here = f"{directory} on {socket.gethostname()}"
-    views, first = gather_texts("" if shared.exists() else here), broadcast_text(here)
+    views = gather_texts("" if shared.exists() else here)
+    first = broadcast_text(here)
     if jax.process_index() == 0:
         shared.unlink(missing_ok=True)
     problems = [

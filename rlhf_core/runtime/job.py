@@ -131,7 +131,8 @@ def _require_free_port(address: str) -> None:
 
     A run that has lost its connections, and is started again, may still be saving its state on this machine.
     """
-    port, both = int(address.rpartition(":")[2]), socket.has_dualstack_ipv6()
+    port = int(address.rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     until = time.monotonic() + PORT_SECONDS
     while True:
@@ -155,7 +156,9 @@ def _initialize(arguments: dict[str, Any]) -> None:
     import jax
 
     global _joining
-    seconds, began, warned = join_seconds(), time.monotonic(), False
+    seconds = join_seconds()
+    began = time.monotonic()
+    warned = False
     raised: list[Exception] = []
 
     def initialize() -> None:

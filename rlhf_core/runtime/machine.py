@@ -144,7 +144,8 @@ def peak_memory() -> dict[str, float]:
 def peak_line() -> str:
     """Describe the peak memory of a stage: of the fullest device where devices count it, else of this process."""
     peaks = peak_memory()
-    device, host = peaks.get("memory/peak_bytes"), peaks["memory/peak_rss_bytes"]
+    device = peaks.get("memory/peak_bytes")
+    host = peaks["memory/peak_rss_bytes"]
     if device is None:
         return f"this process held up to {host / 1e9:.1f} GB"
     return f"the fullest device held up to {device / 1e9:.1f} GB"

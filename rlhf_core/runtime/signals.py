@@ -37,7 +37,8 @@ class _Request:
 
     def handle(self, number: int, _: Any) -> None:
         if number == signal.SIGINT:
-            now, before = time.monotonic(), self._interrupted_at
+            now = time.monotonic()
+            before = self._interrupted_at
             if before is not None and now - before < SAME_PRESS_SECONDS:
                 return
             self._interrupted_at = now

@@ -80,7 +80,8 @@ class Devices:
     def place(self, contexts: Sequence[tuple[int, Prefilled]]) -> None:
         """Write contexts into the caches of their slots."""
         for cache in {id(prefilled.cache): prefilled.cache for _, prefilled in contexts}.values():
-            pieces, used = padded_pieces(self.program), [0] * self.program.shards
+            pieces = padded_pieces(self.program)
+            used = [0] * self.program.shards
             for slot, prefilled in contexts:
                 if prefilled.cache is cache:
                     shard, slot = divmod(slot, self.program.slots)
@@ -185,6 +186,8 @@ class Devices:
     def _fed(self, batch: list[tuple[int, Any]], rows: int, chunk: int) -> Fed:
         fed = padded_fed(self.program, rows, chunk)
         for row, (slot, start, tokens) in batch:
-            fed.slot[row], fed.used[row], fed.start[row] = slot % self.program.slots, True, start
+            fed.slot[row] = slot % self.program.slots
+            fed.used[row] = True
+            fed.start[row] = start
             fed.tokens[row, : len(tokens)], fed.count[row] = tokens, len(tokens)
         return fed

@@ -209,7 +209,8 @@ def generate(
     shards = row_multiple(program.mesh)
     arguments = (params, prompts, lengths, last, ids, key_data, stop_table)
     if program.shared_layers:
-        rows, whole = PartitionSpec(ROW_AXES), PartitionSpec()
+        rows = PartitionSpec(ROW_AXES)
+        whole = PartitionSpec()
         written, step, slot = jax.shard_map(
             functools.partial(_sample, program=program),
             mesh=program.mesh,
@@ -240,7 +241,8 @@ def _sample(
     shards = 1 if program.shared_layers else row_multiple(program.mesh)
     model, options, groups = program.definition, program.options, program.num_generations
     longest = options.max_completion_length
-    sequences, rows = len(ids) // shards, shards * program.slots
+    sequences = len(ids) // shards
+    rows = shards * program.slots
     shape = route_shape(model) if program.routes else None
     cache_length = prompts.shape[1] + longest  # a completion's last token is never fed back, its prompt's is
     place = jnp.arange(cache_length)

@@ -113,7 +113,8 @@ class TokenSampler:
         Returns their ranks, int32 [B], and log-probabilities, float32 [B], and the `count` likeliest tokens, int32
         [B, n], with theirs, float32 [B, n].
         """
-        logps, rows = jax.nn.log_softmax(self._logits(hidden)), len(targets)
+        logps = jax.nn.log_softmax(self._logits(hidden))
+        rows = len(targets)
         own = jnp.take_along_axis(logps, self.peers.own_rows(targets)[:, None], axis=-1)
         ranks = 1 + (logps > own).sum(-1, dtype=jnp.int32)
         best, ids = lax.top_k(logps, count)
@@ -133,7 +134,8 @@ class TokenSampler:
         """Sample as `sample` does, each row by its own settings; and return the `count` likeliest tokens, int32 [B, n],
         with their log-probabilities, float32 [B, n], where an active row, bool [B], asks for them; else zeros.
         """
-        logits, rows = self._logits(hidden), len(drawn)
+        logits = self._logits(hidden)
+        rows = len(drawn)
         own, drawn, active = self.peers.own_rows((own, drawn, active))
         uniforms = _uniforms(own.keys, drawn, self.key_type)
         token, logp, policy, normalizer = _choose_own(logits, uniforms, own, active)

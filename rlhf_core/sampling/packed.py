@@ -153,7 +153,8 @@ def prefill_all(
     found: list[dict[int, Prefilled]] = [{} for _ in contexts]
     rows = packed_rows(program)
     while any(orders):
-        packed, places = padded_packed(program), []
+        packed = padded_packed(program)
+        places = []
         for shard, order in enumerate(orders):
             mine = range(shard * rows, (shard + 1) * rows)
             places.append(

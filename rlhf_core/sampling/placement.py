@@ -168,7 +168,8 @@ def plan_conversations(
     per_slot = cache_bytes(definition, 1, length) * 5 // 4 + LOGITS * 4 * definition.vocab_size
     for tensor in sizes:
         groups = mesh.size // tensor
-        in_group, most = -(-conversations // groups), most_slots(memory) * tensor
+        in_group = -(-conversations // groups)
+        most = most_slots(memory) * tensor
         if memory is None:
             slots = min(in_group, most)
             return Room(tensor, slots, slots * groups, None)

@@ -176,7 +176,9 @@ class Sampler(_PlacedModel):
         Raises InputError for prompts that are empty or longer than max_prompt_length, and for weights that are not
         finite; NonFiniteError, which has the number of a prompt, where only outputs are not.
         """
-        count, groups, longest = len(prompts), self.num_generations, self.options.max_completion_length
+        count = len(prompts)
+        groups = self.num_generations
+        longest = self.options.max_completion_length
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         check_prompts(lengths, self.max_prompt_length)
         ids = np.arange(count * groups) if ids is None else np.asarray(ids)
@@ -233,7 +235,8 @@ class Sampler(_PlacedModel):
     def lower(self, weights: Any, time: int) -> Any:
         """Lower the program for prompts padded to `time` tokens. weights: as the program reads them."""
         rows = self.prompts_per_call
-        tokens, none = np.zeros((rows, time), np.int32), np.zeros(rows, np.int32)
+        tokens = np.zeros((rows, time), np.int32)
+        none = np.zeros(rows, np.int32)
         ids = np.zeros(rows * self.num_generations, np.uint32)
         batch = abstract_rows(self.mesh, (tokens, none, none, ids))
         key_data, program = self._program(jax.random.key(0))
@@ -281,11 +284,9 @@ class Sampler(_PlacedModel):
         """Lay out the arguments of `generate`: prompts, lengths, last tokens and ids."""
         time = bucket(int(lengths.max()), self.max_prompt_length)
         count = self.prompts_per_call
-        tokens, last, sizes = (
-            np.zeros((count, time), np.int32),
-            np.zeros(count, np.int32),
-            np.zeros(count, np.int32),
-        )
+        tokens = np.zeros((count, time), np.int32)
+        last = np.zeros(count, np.int32)
+        sizes = np.zeros(count, np.int32)
         batch_ids = np.zeros((count, self.num_generations), np.uint32)
         rows = self._rows(len(prompts))
         for row, prompt in zip(rows, prompts, strict=True):

@@ -39,7 +39,8 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
         )
     vocab = backend.get_vocab(with_added_tokens=True)
     special = {id_ for id_, token in backend.get_added_tokens_decoder().items() if token.special}
-    write, texts = _writer(backend), [b""] * (max(vocab.values(), default=-1) + 1)
+    write = _writer(backend)
+    texts = [b""] * (max(vocab.values(), default=-1) + 1)
     for token, id_ in vocab.items():
         if id_ not in special:
             texts[id_] = write(token)

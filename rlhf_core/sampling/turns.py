@@ -224,7 +224,8 @@ class Decoded(NamedTuple):
     @classmethod
     def of(cls, words: np.ndarray) -> Self:
         """Read the result of `decode`."""
-        first, ends = words[: 2 * STEPS], words[2 * STEPS : 2 * STEPS + 3]
+        first = words[: 2 * STEPS]
+        ends = words[2 * STEPS : 2 * STEPS + 3]
         ids, logps = words[2 * STEPS + 3 :].reshape(2, STEPS, -1, words.shape[1])
         likeliest = (ids, logps.view(np.float32))
         return cls(first[:STEPS], first[STEPS:].view(np.float32), ends[0], ends[1], ends[2], likeliest)
@@ -421,7 +422,8 @@ def _decode(
     model, rows = program.definition, program.slots
     peers = Peers(program.mesh.shape["tensor"])
     sampler = TokenSampler.of(model, weights, peers, program.options, program.key_type)
-    own, slots = slots.settings, slots._replace(settings=None)
+    own = slots.settings
+    slots = slots._replace(settings=None)
     stops = Stops.of(program.stop_ids, stop_table) if own is None else Stops(own.stop_ids, None)
     keys = _turn_keys(key_data, slots, program.key_type) if own is None else own.keys
     place = jnp.arange(program.length)
@@ -459,7 +461,8 @@ def _decode(
             )
         stopped, matched = stops.after(token, slots.matched)
         cut = slots.drawn == slots.limit - 1
-        goes, active = ~(stopped | cut), slots.active
+        goes = ~(stopped | cut)
+        active = slots.active
         sampled = slots._replace(
             active=goes, last=token, position=slots.position + 1, drawn=slots.drawn + 1, matched=matched
         )

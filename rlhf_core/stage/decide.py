@@ -228,7 +228,8 @@ def _why_not_as_long(begun: Begun, now: Record, asked: int | None, *, changed: b
 
 def _why_other_rates(config: Mapping[str, Any], made: int, before: int, asked: int) -> str | None:
     """Explain why the updates that are made would have had other learning rates in a stage of this length."""
-    scheduler, warmup = config.get("scheduler"), config.get("warmup_steps") or 0
+    scheduler = config.get("scheduler")
+    warmup = config.get("warmup_steps") or 0
     # From this update on the rate falls, see `rlhf_core.optimizers.schedule`.
     falls = warmup + (1 - WSD_DECAY) * (min(before, asked) - warmup)
     has_fallen = scheduler == "wsd" and made - 1 > falls

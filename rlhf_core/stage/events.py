@@ -49,7 +49,8 @@ def log_stage(
     compiled for the stage), "stopped", "failed" (with `message`).
     """
     before = compiled_so_far()
-    show, known = warnings.showwarning, {*shown, *(f"stage '{stage}'.{line}" for line in shown)}
+    show = warnings.showwarning
+    known = {*shown, *(f"stage '{stage}'.{line}" for line in shown)}
     incomplete: list[str] = []
 
     def log(event: str, **about: Any) -> None:

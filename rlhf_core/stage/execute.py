@@ -62,7 +62,8 @@ def run_stage(
     say: prints a line; None: as the stage does. day: on which the run began. forecast: of the stage.
     Raises InputError, on every process, if it is refused: the outputs of earlier stages may exist only now.
     """
-    record, expected = run.record, forecast or Forecast()
+    record = run.record
+    expected = forecast or Forecast()
     decision = decide(record.begun, run.spec, accept)
     with raise_together():
         if decision.action == "refuse":

@@ -43,7 +43,8 @@ class StageRecord:
 
     def _read(self) -> dict[str, Any]:
         try:
-            content, too_large = read_limited(self.path), None
+            content = read_limited(self.path)
+            too_large = None
         except ValueError as error:
             content, too_large = b"", error
         except FileNotFoundError:
@@ -125,7 +126,8 @@ class StageRecord:
 
         day: the day on which the run began, which `started` may miss by another clock or a moment before midnight.
         """
-        started, day = self.then.get("started", _now()), self.then.get("day", day)
+        started = self.then.get("started", _now())
+        day = self.then.get("day", day)
         record = {"format": FORMAT, "name": self.name, "state": "running", **spec.record, "started": started}
         self._write(record if day is None else {**record, "day": day})
 

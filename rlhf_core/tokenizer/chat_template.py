@@ -162,7 +162,8 @@ class ChatTemplate:
         after a reply belongs to it.
         stops: the texts of the stop tokens. Raises InputError as `write` does.
         """
-        given, turns = len(turns), self._with_system(turns)
+        given = len(turns)
+        turns = self._with_system(turns)
         first += len(turns) - given
         text, marked = self._render(turns, False, tools, kwargs, marks=self.marks(tools))
         last = len(turns) - 1
@@ -420,7 +421,8 @@ class ChatTemplate:
 
     def _in_parts(self, template: str, message: Message) -> Message:
         """Put a content as parts if the template takes nothing else, or if it has parts and the template takes them."""
-        role, content = str(message["role"]), message.get("content")
+        role = str(message["role"])
+        content = message.get("content")
         if not isinstance(content, str) or not content:
             return message
         if (template, role) not in self._forms:
@@ -448,7 +450,8 @@ class ChatTemplate:
             except Exception:  # as a template may raise for a content that it does not take
                 return ""
 
-        text, parts = write(PROBE), write([{"type": "text", "text": PROBE}])
+        text = write(PROBE)
+        parts = write([{"type": "text", "text": PROBE}])
         # The list itself, as Python or JSON writes it.
         as_value = re.search(r"(['\"])type\1", parts) and parts != text
         if PROBE not in parts or as_value:

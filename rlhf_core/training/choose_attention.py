@@ -57,7 +57,8 @@ def choose_attention(
     asked = config.attention
     if asked.name != "auto":
         chosen = _named_attention(model, config, stage)
-        name, why = getattr(chosen, "__name__", asked.name), "as asked"
+        name = getattr(chosen, "__name__", asked.name)
+        why = "as asked"
         dense_suits = False
     else:
         found = _suited_attention(model, stage, layout)
@@ -133,7 +134,8 @@ def remat_of(definition: Definition, shape: tuple[int, int]) -> str:
         return "none"
     if definition.remat != "auto":
         return definition.remat
-    tokens, itemsize = shape[0] * shape[1], definition.compute_dtype.itemsize
+    tokens = shape[0] * shape[1]
+    itemsize = definition.compute_dtype.itemsize
     return "none" if remat_policy(definition.config, "auto", tokens, itemsize) is None else "dots"
 
 

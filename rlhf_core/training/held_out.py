@@ -62,7 +62,8 @@ class HeldOut:
             partial(choose_row_layout, trees, config, context.mesh, width, reads_tokens=reads_tokens)
         )
         self._sequence_names, self._group = sequence_names, group
-        self._stored, self._say = stored or model.as_stored, context.say
+        self._stored = stored or model.as_stored
+        self._say = context.say
         self._rows = source.numbers[: len(trees)]
         self._packed: list[Packed] | None = None
         self._values: ModelValues | None = None

@@ -128,7 +128,8 @@ def memory_forecast(
     """
     on_host = mesh is None and computes_on_cpu()
     parts = process_parts(parts) if on_host else parts
-    size, available = sum(parts.values()), machine_memory() if on_host else None
+    size = sum(parts.values())
+    available = machine_memory() if on_host else None
     made = Forecast((memory_line(parts, dtype, mesh),), memory=size)
     if available is None or size <= available:
         return made

@@ -140,7 +140,8 @@ def forecast(build: Callable[[Any, Context], Build], context: OnShapes) -> Forec
 
     Raises InputError with what is wrong with the config, the data, or the files of the model.
     """
-    config, made = context.config, context.build(build)
+    config = context.config
+    made = context.build(build)
     models = list(_models(made).values()) if made is not None else []
     first, *others = [source.describe(opener, models) for source, opener in context.sources]
     require_rest(context.name, config.checkpoints.start, first.updates)

@@ -41,7 +41,8 @@ def padded_rows(
     """
     parts, last, end = [], [], 0
     for number, (ids, mask, weights) in enumerate(sequences):
-        attended, columns = mask != 0, end + jnp.arange(ids.shape[1], dtype=jnp.int32)
+        attended = mask != 0
+        columns = end + jnp.arange(ids.shape[1], dtype=jnp.int32)
         end += ids.shape[1]
         positions = jnp.maximum(jnp.cumsum(attended, axis=1, dtype=jnp.int32) - 1, 0)
         fill = partial(jnp.broadcast_to, shape=ids.shape)

@@ -44,7 +44,9 @@ class Reference:
 
         definition: the policy's; needed where `frozen` has numbers of layers that are of several kinds.
         """
-        self._fixed, self._mesh, self.moves = fixed_parameters(params, frozen, definition), mesh, moves
+        self._fixed = fixed_parameters(params, frozen, definition)
+        self._mesh = mesh
+        self.moves = moves
         trained, self._rest = split(params, self._fixed)
         self._compiler = BackgroundCompiler()
         # The loop donates the policy's buffers to every update.

@@ -67,7 +67,8 @@ class OpensRows(ABC):
         the conversations. first: how many rows of a stream to read, where these are enough. Raises InputError for plain
         texts with a `system_prompt`, and for a stream as `train_data` without `first`.
         """
-        config, spec = self.config, self._spec(field)
+        config = self.config
+        spec = self._spec(field)
         if spec is None:
             return None
         with error_context(self.stage, field):
@@ -183,7 +184,8 @@ class OpensRows(ABC):
         self, field: str, unit: str, encode: partial[Any], usable: Callable[..., Any] | None
     ) -> Source | None:
         """Open examples. usable: as of `open_files`, for training data that may be encoded later; None: all are now."""
-        needed, config = field == "train_data", self.config
+        needed = field == "train_data"
+        config = self.config
         if needed and usable is not None and is_stream(self._spec(field)):
             source = open_stream(self, encode, unit)
             return self._trained(source, unit)
@@ -350,7 +352,8 @@ class TrainedRows:
             per_update = size * longest
         else:
             known = self.source.describe()
-            longest, mean = int(known.sizes.max()), int(known.sizes.sum()) / len(known.sizes)
+            longest = int(known.sizes.max())
+            mean = int(known.sizes.sum()) / len(known.sizes)
             read = self.source.sample.report.columns
             columns = [f"columns: {read}" if self.count else f"columns of the first rows: {read}"]
             report = "".join([known.report, *_positions(known.lengths, models)])

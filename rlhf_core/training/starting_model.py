@@ -75,7 +75,8 @@ def open_model(config: TrainerConfig, stage: Stage, *, head: Head) -> Model:
     """
     stop_if_asked(f"before the model of stage '{stage.name}' was loaded")
     source = model_source(config, stage)
-    mesh, tokenizer = stage.devices(), stage.inputs.get("tokenizer")
+    mesh = stage.devices()
+    tokenizer = stage.inputs.get("tokenizer")
     if isinstance(source, Model):
         shardings = source.definition.shardings(mesh)
         params = jax.tree.map(lambda x, s: jax.device_put(jnp.copy(x), s), source.params, shardings)

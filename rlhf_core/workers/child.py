@@ -31,7 +31,8 @@ def main() -> None:
         from rlhf_core.hidden import hide_in_output
 
         hide_in_output(start["secrets"])
-        function, reply = None, _try(lambda: (pickle.loads(start["function"]),))
+        function = None
+        reply = _try(lambda: (pickle.loads(start["function"]),))
         if reply[0] == "value":
             function, reply = reply[1][0], ("value", None)
         pipe.send_bytes(_pickle_reply(reply))

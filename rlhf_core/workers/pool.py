@@ -97,7 +97,8 @@ class Pool:
     """
 
     def __init__(self, function: Any, size: int, *, memory: int | None = None) -> None:
-        self._function, self._memory = dumps(function), memory
+        self._function = dumps(function)
+        self._memory = memory
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="worker")  # one waits for each process
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
@@ -229,7 +230,8 @@ class _Worker:
             "secrets": known(),
         }
         reply = self._exchange(pickle.dumps(start), LOAD_SECONDS)
-        self._loaded, self.unready = True, None if reply[0] == "value" else reply
+        self._loaded = True
+        self.unready = None if reply[0] == "value" else reply
 
     def call(self, message: bytes, cpu_seconds: float | None, seconds: float | None) -> tuple[Any, ...]:
         """Make a call and return the reply. Raises _Ended if none arrives."""

@@ -119,7 +119,8 @@ def evaluations(subject: Subject) -> Check:
             return Check(name, FAIL, f"update {step}", why, where)
     if len(steps) < 2:
         return Check(name, PASS, "one evaluation, as logged")
-    first, last = _by_row(found[steps[0]]), _by_row(found[steps[-1]])
+    first = _by_row(found[steps[0]])
+    last = _by_row(found[steps[-1]])
     shared = sorted(first.keys() & last.keys())
     fields = [each for each in VALUES if shared and each in first[shared[0]]]
     if not fields:

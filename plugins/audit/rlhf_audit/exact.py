@@ -125,7 +125,8 @@ class ExactChecks:
                 name, "the journal lacks the groups that dynamic_sampling dropped by their rewards"
             )
         tolerance = float(self.subject.option("limits.surprisal_gap") or 0.0)
-        filters, outside = filters_of(sampling), 0
+        filters = filters_of(sampling)
+        outside = 0
         sums = {}
         for each in read:
             sums[each.rollout.number], left_out = self._sums(each, tolerance, filters=bool(filters))
@@ -263,7 +264,8 @@ class ExactChecks:
     def _sample(self, policies: KeptPolicies, each: Read) -> Any:
         """Sample the prompts of a rollout with our own sampler and the policy that the journal says."""
         assert isinstance(self.stage, Stage)
-        model, rollout = policies.open(each.version), each.rollout
+        model = policies.open(each.version)
+        rollout = each.rollout
         prompts = [np.asarray(ids, np.int32) for ids in rollout.prompt_ids]
         maker = self.stage.registry.get(SAMPLER, "jax")
         sampler = maker(

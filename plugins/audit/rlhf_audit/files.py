@@ -55,7 +55,8 @@ def journal(subject: Subject) -> Check:
     problem, where = _order_problem(subject)
     damaged = [each for each in subject.damaged[before:] if each.path.parent.name == "journal"]
     if damaged:
-        problem, where = f"a file cannot be read: {damaged[0].why}", str(damaged[0].path)
+        problem = f"a file cannot be read: {damaged[0].why}"
+        where = str(damaged[0].path)
     count = len(subject.numbers)
     return Check(name, verdict_of(problem), f"{count} rollouts", problem, where, {"rollouts": count})
 
@@ -72,7 +73,8 @@ def _order_problem(subject: Subject) -> tuple[str, str]:
     version = -1
     reserved: set[int] = set()
     for entry in subject.rollouts():
-        number, where = entry.rollout.number, str(subject.journal_file(entry.rollout.number))
+        number = entry.rollout.number
+        where = str(subject.journal_file(entry.rollout.number))
         found = entry.rollout.digest()
         if found in seen:
             return f"rollout {number} has the completions of rollout {seen[found]}", where
@@ -118,7 +120,8 @@ def rows(subject: Subject) -> Check:
 def _row_problems(subject: Subject, entry: Entry) -> Iterator[tuple[str, int]]:
     """Yield what is wrong with completions, and their numbers."""
     rollout = entry.rollout
-    samples, count = rollout.samples, len(rollout.total)
+    samples = rollout.samples
+    count = len(rollout.total)
     if len(rollout.samples_read) != count or len(samples.lengths) != count:
         yield f"{len(rollout.samples_read)} texts for {count} completions", 0
         return
@@ -267,7 +270,8 @@ def _changed_row(path: Path, known: Mapping[int, tuple[int, str]], recorded: str
     known: size and hash of the rows before each checkpoint. recorded: the hash of the file in the record of a stage
     that is done.
     """
-    content, chain = path.read_bytes(), path.with_name(DIGESTS)
+    content = path.read_bytes()
+    chain = path.with_name(DIGESTS)
     if chain.is_file():
         problem, line = _chain_problem(content, chain.read_bytes(), done=recorded is not None)
         if problem:

@@ -142,9 +142,11 @@ def test_sums(name: str, subject: Subject, sums: Mapping[int, NDArray[np.float64
         evidence = float(np.logaddexp.reduce(every)) - math.log(len(every))
         if evidence > most:
             likeliest = max(bets, key=lambda engine: float(bets[engine].max()))
-            most, place = evidence, (number, likeliest, int(each[:, 1].max()))
+            most = evidence
+            place = (number, likeliest, int(each[:, 1].max()))
     tokens, excess, variance = np.sum([*totals.values()], axis=0)
-    gap, error = excess / tokens, math.sqrt(variance) / tokens
+    gap = excess / tokens
+    error = math.sqrt(variance) / tokens
     z = gap / error if error else 0.0
     number_ = (
         f"gap {gap:+.4f} ± {INTERVAL * error:.4f} nats per token over {int(tokens):,} tokens, z {z:+.1f}, "
@@ -202,7 +204,8 @@ def trainer_against_sampler(subject: Subject) -> Check:
         # Enough for a quantile of 99.9 %, whatever the other rollouts have.
         tails.append(np.sort(apart)[-max(len(apart) // 100, 1) :])
         if apart.max() > largest:
-            largest, place = float(apart.max()), number
+            largest = float(apart.max())
+            place = number
     if not means:
         return skipped(name, "the run wrote no values")
     size = sum(len(tail) for tail in tails)
@@ -311,7 +314,8 @@ def equal_completions(subject: Subject) -> Check:
                 win = np.logaddexp(log_q, math.log(share) + math.log1p(-min(q, 1 - 1e-12))) - log_q
                 logs[i] += win if equal else math.log1p(-share)
             if equal and log_q < worst:
-                worst, place = log_q, f"{subject.journal_file(rollout.number)}, completion {row}"
+                worst = log_q
+                place = f"{subject.journal_file(rollout.number)}, completion {row}"
     if not total:
         return skipped(name, "every prompt has one completion")
     evidence = float(np.logaddexp.reduce(logs)) - math.log(len(logs))

@@ -80,7 +80,8 @@ def open_divergence(config: DistillConfig, stage: Stage) -> Divergence:
     """Make the config's divergence. Raises InputError where it does not return a term for each id."""
     name, options = config.divergence.name, config.divergence.options
     divergence: Divergence = stage.registry.get(DIVERGENCE, name, **options)
-    where, logps = f"stage '{stage.name}'.divergence: '{name}'", jax.ShapeDtypeStruct((3, 4), jnp.float32)
+    where = f"stage '{stage.name}'.divergence: '{name}'"
+    logps = jax.ShapeDtypeStruct((3, 4), jnp.float32)
     try:
         terms = jax.eval_shape(divergence, logps, logps)
     except (InputError, RunError):

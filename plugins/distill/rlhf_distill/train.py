@@ -71,7 +71,8 @@ def build(config: DistillConfig, context: Context) -> Build:
     evaluated = replace(options, prompts_per_rollout=config.eval_batch_size or size)
     held_out = open_collector(sampled, student, [], evaluated, "eval_data", others=[models[TEACHER]])
     chosen = {name: choose_rollout_rows(sampled, model, collector) for name, model in models.items()}
-    models, layout = {name: model for name, (model, _) in chosen.items()}, chosen[STUDENT][1]
+    models = {name: model for name, (model, _) in chosen.items()}
+    layout = chosen[STUDENT][1]
     steps = DistillSteps(collector.prompts, layout, config.sampled_per_update)
     test = SamplingTest(sampled, collector, models[STUDENT], layout)
     source = RolloutUpdates(context, collector, layout, steps, test=test)
@@ -81,7 +82,8 @@ def build(config: DistillConfig, context: Context) -> Build:
         updates = WithGiven(
             source, _given(context.by(given), {STUDENT: student})[1], config.sampled_per_update
         )
-    loss, stored = objective(_definitions(models), divergence, config), student.as_stored
+    loss = objective(_definitions(models), divergence, config)
+    stored = student.as_stored
     if held_out is None:
         shown = FixedPrompts(collector, len(collector.prompts), config.num_preview_samples, stored=stored)
         return Build(models, updates, loss, [shown.previews()], trains=trains)
@@ -125,7 +127,9 @@ def _fixed_prompts(
     student: as the collector samples from it, so that both samplers share programs. models: as they are trained.
     """
     config: Any = context.config
-    count, steps, shown = len(collector.prompts), config.max_evaluation_steps, config.num_preview_samples
+    count = len(collector.prompts)
+    steps = config.max_evaluation_steps
+    shown = config.num_preview_samples
     size = config.eval_batch_size or config.total_batch_size
     count = count if steps is None else min(count, size * steps)
     single = context.by(config.replace(total_batch_size=min(size, count), on_policy_fraction=1.0))
@@ -186,7 +190,9 @@ class WithGiven:
         return self.sampled.needs_state(step)
 
     def update(self, step: int, state: TrainState) -> Update:
-        sampled, given, count = self.sampled.update(step, state), self.given.update(step, state), self.count
+        sampled = self.sampled.update(step, state)
+        given = self.given.update(step, state)
+        count = self.count
         numbered = [
             batch._replace(example=np.where(batch.example < 0, -1, batch.example + count))
             for batch in given.batches

@@ -137,7 +137,8 @@ def _forward(
 def _backward(settings: ChunkSettings, residuals: Any, d_values: jax.Array) -> tuple[jax.Array | None, ...]:
     hidden, kernel, teacher_hidden, teacher_kernel = residuals
     weights, teacher_weights = _gathered(kernel, hidden), _gathered(teacher_kernel, teacher_hidden)
-    mesh, shards = _mesh(hidden), _shards(hidden, settings.rows)
+    mesh = _mesh(hidden)
+    shards = _shards(hidden, settings.rows)
 
     def one(d_kernels: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         chunk, teacher, d_chunk_values = xs

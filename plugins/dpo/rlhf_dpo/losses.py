@@ -104,7 +104,8 @@ class Robust:
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
 
     def __call__(self, inputs: DPOInputs) -> LossOutput:
-        h, e = difference(inputs), self.label_smoothing
+        h = difference(inputs)
+        e = self.label_smoothing
         value = -(1 - e) * jax.nn.log_sigmoid(h) + e * jax.nn.log_sigmoid(-h)
         return LossOutput(value / (1 - 2 * e))
 

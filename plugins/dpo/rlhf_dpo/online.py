@@ -89,7 +89,8 @@ def _held_out(
         collector = open_collector(context, model, rewards, options, field)
         if collector is None:
             continue
-        count, steps = len(collector.prompts), config.max_evaluation_steps
+        count = len(collector.prompts)
+        steps = config.max_evaluation_steps
         count = count if steps is None else min(count, size * steps)
         shown, name = (0, field) if found else (config.num_preview_samples, "evaluation")
         found[field] = FixedPrompts(collector, count, shown, model.as_stored, name=name)

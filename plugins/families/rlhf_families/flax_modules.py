@@ -125,7 +125,8 @@ class NnxDefinition(Definition):
         return _named(nnx.state(self.make(json.loads(self.hf_config), nnx.Rngs(key)), nnx.Param))
 
     def load(self, directory: Path, shardings: Any) -> dict[str, Any]:
-        readers, params = open_weights(directory), _describe(self.make, self.hf_config)[1]
+        readers = open_weights(directory)
+        params = _describe(self.make, self.hf_config)[1]
         expected = {".".join(path): leaf.shape for path, leaf in paths(params)}
         stored = {name: tuple(reader.header[name]["shape"]) for name, reader in readers.items()}
         if self.head == "score":

@@ -244,7 +244,8 @@ class Gemma4Attention(models.Attention):
 
     def project(self, x: jax.Array, rope: tuple[jax.Array, ...]) -> tuple[jax.Array, Any, Any, None]:
         """[B, T, D] → as `models.Attention.project`, with None for keys and values of a layer that reads another's."""
-        c, (cosine, sine) = self.config, (angle[:, None] for angle in rope)
+        c = self.config
+        cosine, sine = (angle[:, None] for angle in rope)
         if self.joined:
             ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes) - 1)]
             made = jnp.split(self.qkv_proj(x), ends, axis=-1)
@@ -293,7 +294,8 @@ class Gemma4Layer(models.Layer):
         self.mlp = MLP(replace(c, intermediate_size=c.shared_size) if c.experts else c, rngs)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
         self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
-        self.has_experts, self.activation = bool(c.experts), c.activation
+        self.has_experts = bool(c.experts)
+        self.activation = c.activation
         if self.has_experts:
             self.moe = Gemma4Experts(c, rngs)
             self.post_feedforward_layernorm_1 = norm()

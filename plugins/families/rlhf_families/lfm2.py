@@ -75,7 +75,8 @@ def details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder."""
     size = read.whole("block_ff_dim" if read.get("block_ff_dim") is not None else "intermediate_size")
     if read.switch("block_auto_adjust_ff_dim"):
-        factor, step = read.number("block_ffn_dim_multiplier", 1.0), read.whole("block_multiple_of")
+        factor = read.number("block_ffn_dim_multiplier", 1.0)
+        step = read.whole("block_multiple_of")
         size = step * -(-int(factor * int(2 * size / 3)) // step)
     return {**_common(read), "intermediate_size": size}
 
@@ -84,7 +85,8 @@ def moe_details(read: ConfigFields, layers: int) -> dict[str, Any]:
     """Read what differs from a plain decoder, of the models with experts."""
     if read.get("use_expert_bias") is False:
         read.problem("use_expert_bias false is not supported; routers have a correction")
-    stored, dense = read.get("layer_types"), read.whole("num_dense_layers", least=0)
+    stored = read.get("layer_types")
+    dense = read.whole("num_dense_layers", least=0)
     types = stored if isinstance(stored, list) else layer_types(read, layers)
     plain = {"experts": 0, "experts_per_token": 0, "intermediate_size": read.whole("intermediate_size")}
     mixer: dict[str, Any] = {"layer": ConvolutionLayer}

@@ -159,7 +159,8 @@ class Taps(nnx.Module):
         if config.apart and len(channels) > 1:
             parts = {f"weight_{i}": size for i, size in enumerate(channels)}
         for name, size in parts.items():
-            shape, bound = (config.num_layers, size, 1, taps), taps**-0.5
+            shape = (config.num_layers, size, 1, taps)
+            bound = taps**-0.5
             start = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
             setattr(self, name, nnx.Param(start, axes=("layers", shared_axis(config), None, None)))
         zero = jnp.zeros((config.num_layers, sum(channels)), jnp.float32)
@@ -179,7 +180,8 @@ class Taps(nnx.Module):
                 return short_convolution(x, taps.T, previous)
 
             return self._biased(across_pieces(convolve, order.mesh, x, kernel.T, order.previous)), None
-        at, kept = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32), []
+        at = jnp.full((len(x), 1), x.shape[1] - 1, jnp.int32)
+        kept = []
         for _ in range(len(kernel) - 1):
             read = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], 1)
             kept.append(jnp.where(at[..., None] < 0, 0, read))
@@ -190,7 +192,8 @@ class Taps(nnx.Module):
 
     def extend(self, x: jax.Array, kept: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, T, channels] → the same, and the last inputs after the first `count` tokens, int32 [B]."""
-        window, kernel = jnp.concatenate([kept, x], 1), self.kernel(x.dtype)
+        window = jnp.concatenate([kept, x], 1)
+        kernel = self.kernel(x.dtype)
         y = sum(window[:, i : i + x.shape[1]] * tap for i, tap in enumerate(kernel))
         at = count[:, None] + jnp.arange(kept.shape[1])
         return self._biased(y), jnp.take_along_axis(window, at[..., None], 1)
@@ -229,7 +232,8 @@ class DeltaNet(JointProjection):
     def __init__(self, config: DecoderConfig, rngs: Any) -> None:
         c, own, lead = config, config.settings, (config.num_layers,)
         linear = functools.partial(Linear, rngs, lead, std=c.initializer_range, bias=False)
-        inside, values = ("layers", "embed", shared_axis(c)), own.value_heads * own.value_size
+        inside = ("layers", "embed", shared_axis(c))
+        values = own.value_heads * own.value_size
         self.make_parts(c, linear)
         self.in_proj_z = linear((c.hidden_size, values), axes=inside)
         self.in_proj_b = linear((c.hidden_size, own.value_heads), axes=inside)
@@ -264,12 +268,14 @@ class DeltaNet(JointProjection):
             def of_heads(inputs: Inputs, _: Any, paths: Paths) -> jax.Array:
                 return gated_delta_rule(inputs, paths)[0]
 
-            out, state = across_pieces(of_heads, order.mesh, inputs, (), order.paths), None
+            out = across_pieces(of_heads, order.mesh, inputs, (), order.paths)
+            state = None
         return self._output(out, x), (kept, state)
 
     def extend(self, x: jax.Array, state: Any, count: jax.Array) -> tuple[jax.Array, Any]:
         mixed, kept = self.conv1d.extend(jnp.concatenate(self.projected(x), -1), state[0], count)
-        inputs, place = self._inputs(mixed, x), jnp.arange(x.shape[1])
+        inputs = self._inputs(mixed, x)
+        place = jnp.arange(x.shape[1])
         used = (place < count[:, None])[..., None, None]
         # A token without decay and correction leaves the state as it was.
         inputs = inputs._replace(
@@ -289,7 +295,9 @@ class DeltaNet(JointProjection):
     def _inputs(self, mixed: jax.Array, x: jax.Array) -> Inputs:
         """[…, channels] after the convolution, [..., D] → queries, keys, values, logarithm of the decay, beta."""
         own, lead = self.settings, x.shape[:-1]
-        size, width, groups = own.key_size, own.value_size, own.value_heads // own.key_heads
+        size = own.key_size
+        width = own.value_size
+        groups = own.value_heads // own.key_heads
         key_heads = mixed.shape[-1] // (2 * size + groups * width)  # of this device
         q, k, v = jnp.split(jax.nn.silu(mixed), (key_heads * size, 2 * key_heads * size), axis=-1)
         q, k = (_unit(y.reshape(*lead, key_heads, size).astype(jnp.float32)) for y in (q, k))

@@ -64,7 +64,8 @@ def chunk_paths(positions: jax.Array, visible_until: jax.Array, chunk: int = CHU
     previous = previous_tokens(positions, visible_until)
     first = index[:, :1]
     known = previous.reshape(rows, -1, chunk)
-    carried, outside = known == first - 1, (known >= 0) & (known < first)
+    carried = known == first - 1
+    outside = (known >= 0) & (known < first)
     # A prefix ends where the next token continues it and is visible to fewer than it is.
     ends = (jnp.roll(previous, -1, 1) == index.reshape(-1)) & (jnp.roll(visible_until, -1, 1) < visible_until)
     ends = ends.reshape(rows, -1, chunk)
@@ -231,11 +232,13 @@ def _inverse(system: jax.Array) -> jax.Array:
     [−D⁻¹ B A⁻¹, D⁻¹]]. This is as stable as substitution, and takes two products for each size.
     """
     index = np.arange(system.shape[-1])
-    inverse, half = jnp.broadcast_to(jnp.eye(len(index), dtype=system.dtype), system.shape), 1
+    inverse = jnp.broadcast_to(jnp.eye(len(index), dtype=system.dtype), system.shape)
+    half = 1
     while half < len(index):
         block = index // half
         below = jnp.where((block[:, None] == block + 1) & (block % 2 == 0), system, 0)
-        inverse, half = inverse - _exact_product(_exact_product(inverse, below), inverse), 2 * half
+        inverse = inverse - _exact_product(_exact_product(inverse, below), inverse)
+        half = 2 * half
     return inverse
 
 

@@ -192,7 +192,8 @@ class GRPOConfig(RolloutConfig):
     @classmethod
     def _complete(cls, given: Any) -> Any:
         """Fill in `evaluation.sampling`: options that it does not set are those of training."""
-        evaluation, sampling = given.get("evaluation"), given.get("sampling", {})
+        evaluation = given.get("evaluation")
+        sampling = given.get("sampling", {})
         sampling = sampling.to_dict() if isinstance(sampling, Options) else sampling
         own = evaluation.get("sampling") if isinstance(evaluation, Mapping) else None
         if isinstance(own, Mapping) and isinstance(sampling, Mapping):

@@ -58,7 +58,8 @@ class Clipped:
         loss = -jnp.minimum(r * a, jnp.clip(free, 1 - self.epsilon, 1 + high) * a)
         if self.dual_clip is not None:
             loss = jnp.where(a < 0, jnp.minimum(loss, -self.dual_clip * a), loss)
-        low, up = (r < 1 - self.epsilon) & (a < 0), (r > 1 + high) & (a > 0)
+        low = (r < 1 - self.epsilon) & (a < 0)
+        up = (r > 1 + high) & (a > 0)
         return LossOutput(loss, clip_metrics(low, up))
 
 

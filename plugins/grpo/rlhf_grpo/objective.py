@@ -135,12 +135,15 @@ def combine(
             value = value + terms.beta * (kl * ratio(inputs, level) if terms.bias_correction else kl)
     aggregation = POLICY_LOSS.attribute(loss, "aggregation")
     if aggregation == "token_mean":
-        total, count = (value * mask).sum(), mask.sum() if num_items is None else num_items
+        total = (value * mask).sum()
+        count = mask.sum() if num_items is None else num_items
     elif aggregation == "sequence_mean":
         length = jnp.maximum(inputs.sequence_sum(jnp.ones_like(mask)), 1.0)
-        total, count = (value * mask / length).sum(), sequences
+        total = (value * mask / length).sum()
+        count = sequences
     else:
-        total, count = (value * mask).sum(), sequences * terms.max_completion_length
+        total = (value * mask).sum()
+        count = sequences * terms.max_completion_length
     policy = Mean(total, jnp.asarray(count, jnp.float32))
     if inputs.entropies is None:
         return policy, metrics
@@ -176,7 +179,8 @@ def objective(
         logps, entropies = trained_logps(model, params, batch, temperature=temperature, entropy=True)
     mask, sequence = trained_weight(batch), trained_sequence(batch)
     values = {name: jnp.asarray(value) for name, value in batch.token_values.items()}
-    own, rewards = jax.lax.stop_gradient(logps), batch.sequence_values.get("reward")
+    own = jax.lax.stop_gradient(logps)
+    rewards = batch.sequence_values.get("reward")
     reference = values.get("ref_logps")
     if reference is not None:
         reference = jnp.where(jnp.isnan(reference), own, reference)
@@ -191,7 +195,8 @@ def objective(
         sequences=batch.last.shape[1],
         rewards=None if rewards is None else jnp.take_along_axis(rewards, sequence, axis=1),
     )
-    sampling, corrected = values.get("sampling_logps"), None
+    sampling = values.get("sampling_logps")
+    corrected = None
     if sampling is not None and correction is not None:
         corrected = importance(inputs, sampling, correction)
     value, metrics = combine(

@@ -154,7 +154,8 @@ def _held_out(
         collector = open_collector(context, model, rewards, options, field)
         if collector is None:
             continue
-        count, steps = len(collector.prompts), config.max_evaluation_steps
+        count = len(collector.prompts)
+        steps = config.max_evaluation_steps
         count = count if steps is None else min(count, size * steps)
         shown, name = (0, field) if found else (config.num_preview_samples, "evaluation")
         stored, threshold = model.as_stored, own.pass_threshold
@@ -212,7 +213,8 @@ class GRPOSteps:
     def prepare(self, rollout: Rollout, state: TrainState) -> Rollout:
         config = self.config
         in_reward = config.kl.place == "reward" and "ref_logps" in self.policies.names
-        trained, moments = self._mask(rollout), {}
+        trained = self._mask(rollout)
+        moments = {}
         mask = trained
         if self.policies.names or self.policies.moments:
             # A completion that is masked in the loss has its reward all the same, and its KL is part of that.
@@ -230,7 +232,8 @@ class GRPOSteps:
         return rollout.with_advantages(self.advantage, self.collector.rewards, name=config.advantage.name)
 
     def minibatches(self, rollout: Rollout) -> list[list[Packed]]:
-        groups, mask = self.config.total_batch_size // self.config.num_generations, self._mask(rollout)
+        groups = self.config.total_batch_size // self.config.num_generations
+        mask = self._mask(rollout)
         packed = [
             pack(
                 rollout.trees(self.prompts, m * groups, (m + 1) * groups, mask=mask),

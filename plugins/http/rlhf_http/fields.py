@@ -267,7 +267,8 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> BadRequest:
         field = each["loc"][:1]
         best[field] = max(_fit(each), best.get(field, (False, 0)))
     for each in found:
-        fit, best_fit = _fit(each), best[each["loc"][:1]]
+        fit = _fit(each)
+        best_fit = best[each["loc"][:1]]
         both_of_the_type = fit[0] and best_fit[0]
         if fit != best_fit and not both_of_the_type:
             continue

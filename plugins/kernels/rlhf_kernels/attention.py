@@ -130,7 +130,8 @@ def _per_device(
     def spec(heads: int) -> PartitionSpec:
         return PartitionSpec(*(row_axes(), *(None,) * (heads - 1))[:heads], tensor)
 
-    by_row, window = PartitionSpec(row_axes()), rows[2] is not None
+    by_row = PartitionSpec(row_axes())
+    window = rows[2] is not None
     row_specs = (by_row, by_row if window else None, PartitionSpec() if window else None, None)
     return jax.shard_map(
         function,

@@ -86,8 +86,10 @@ def _forward(
     order: Any, counts: Any, rows: Any, q: Any, k: Any, v: Any, sink: Any, mixed: Any, normalizers: Any, *,
     size: int, softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
-    i, columns = pl.program_id(0), _in_width(size)
-    queries, query = _queries(rows, i * blocks.queries, blocks.queries), _load(q, columns)
+    i = pl.program_id(0)
+    columns = _in_width(size)
+    queries = _queries(rows, i * blocks.queries, blocks.queries)
+    query = _load(q, columns)
 
     def visit(n: jax.Array, so_far: Any) -> Any:
         top, total, out = so_far
@@ -96,7 +98,8 @@ def _forward(
         logits, _ = _logits(query, _load(k.at[keys, :], columns), softcap)
         logits = jnp.where(_seen(rows, queries, first, blocks), logits, MASKED)
         above = jnp.maximum(top, logits.max(-1))
-        weights, shrink = jnp.exp(logits - above[:, None]), jnp.exp(top - above)
+        weights = jnp.exp(logits - above[:, None])
+        shrink = jnp.exp(top - above)
         values = _load(v.at[keys, :], columns)
         out = shrink[:, None] * out + _dot(weights.astype(values.dtype), values)
         return above, shrink * total + weights.sum(-1), out
@@ -125,9 +128,13 @@ def _backward_queries(
     order: Any, counts: Any, rows: Any, q: Any, k: Any, v: Any, d_mixed: Any, normalizers: Any, sums: Any, d_q: Any,
     *, size: int, softcap: float | None, blocks: Blocks,
 ) -> None:  # fmt: skip
-    i, columns = pl.program_id(0), _in_width(size)
-    queries, query = _queries(rows, i * blocks.queries, blocks.queries), _load(q, columns)
-    d_out, normalizer, total = _load(d_mixed, columns), normalizers[...], sums[...]
+    i = pl.program_id(0)
+    columns = _in_width(size)
+    queries = _queries(rows, i * blocks.queries, blocks.queries)
+    query = _load(q, columns)
+    d_out = _load(d_mixed, columns)
+    normalizer = normalizers[...]
+    total = sums[...]
 
     def visit(n: jax.Array, so_far: jax.Array) -> jax.Array:
         first = order[n] * blocks.keys
@@ -143,12 +150,14 @@ def _backward_keys(
     order: Any, counts: Any, rows: Any, q: Any, k: Any, v: Any, d_mixed: Any, normalizers: Any, sums: Any, d_k: Any,
     d_v: Any, *, size: int, softcap: float | None, blocks: Blocks, groups: int,
 ) -> None:  # fmt: skip
-    j, columns = pl.program_id(0), _in_width(size)
+    j = pl.program_id(0)
+    columns = _in_width(size)
     key, value = _load(k, columns), _load(v, columns)
 
     def visit(n: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         d_key, d_value = so_far
-        group, first = lax.rem(n, groups), order[lax.div(n, groups)] * blocks.queries
+        group = lax.rem(n, groups)
+        first = order[lax.div(n, groups)] * blocks.queries
         at = pl.ds(first, blocks.queries)
         query, d_out = _load(q.at[group, at, :], columns), _load(d_mixed.at[at, group, :], columns)
         seen = _seen(rows, _queries(rows, first, blocks.queries), j * blocks.keys, blocks)
@@ -220,7 +229,8 @@ def forward(
     """
     batch, kv_heads, groups, time, size = q.shape
     order, counts = visits(visible_of(rows, blocks))
-    width, per_row = _width(size), time // blocks.queries
+    width = _width(size)
+    per_row = time // blocks.queries
 
     def of_head(head: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.div(head, groups), lax.rem(head, groups)
@@ -266,7 +276,9 @@ def backward(
     """
     batch, kv_heads, groups, time, size = q.shape
     visible = visible_of(rows, blocks)
-    width, per_queries, per_keys = _width(size), time // blocks.queries, k.shape[2] // blocks.keys
+    width = _width(size)
+    per_queries = time // blocks.queries
+    per_keys = k.shape[2] // blocks.keys
 
     def of_head(head: jax.Array) -> tuple[jax.Array, jax.Array]:
         return lax.div(head, groups), lax.rem(head, groups)

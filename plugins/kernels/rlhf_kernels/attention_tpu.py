@@ -292,7 +292,9 @@ def forward(
     batch, kv_heads, groups, _, size = q.shape
     visible = visible_of(rows, blocks)
     grid = _Grid(visible, batch, kv_heads, blocks, by_keys=False)
-    queries, keys, per_query = grid.queries(groups, size), grid.keys(size), grid.per_query(groups)
+    queries = grid.queries(groups, size)
+    keys = grid.keys(size)
+    per_query = grid.per_query(groups)
     sums = pltpu.VMEM((groups, blocks.queries), jnp.float32)
     mixed, normalizers = _call(
         _forward,
@@ -322,7 +324,9 @@ def backward(
 
     def call(kernel: Callable[..., None], name: str, products: int, by_keys: bool) -> Any:
         grid = _Grid(visible, batch, kv_heads, blocks, by_keys=by_keys)
-        queries, keys, per_query = grid.queries(groups, size), grid.keys(size), grid.per_query(groups)
+        queries = grid.queries(groups, size)
+        keys = grid.keys(size)
+        per_query = grid.per_query(groups)
         specs = (queries, keys, keys, queries, per_query, per_query)
         gradients = (k, v) if by_keys else (q,)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in gradients]

@@ -126,12 +126,14 @@ def _on_gpu(
 
     count, repeats, size = q.shape
     entries = keys.shape[2]
-    rows, width = max(GPU_QUERIES, pl.next_power_of_2(repeats)), pl.next_power_of_2(size)
+    rows = max(GPU_QUERIES, pl.next_power_of_2(repeats))
+    width = pl.next_power_of_2(size)
     block = min(GPU_BLOCK_BYTES // (width * keys.dtype.itemsize), GPU_ENTRIES)
     splits = min(-(-GPU_PROGRAMS // count), -(-entries // block))
 
     def kernel(bounds: Any, q: Any, keys: Any, values: Any, mixed: Any, highest: Any, total: Any) -> None:
-        row, at = jnp.arange(rows)[:, None] < repeats, jnp.arange(width) < size
+        row = jnp.arange(rows)[:, None] < repeats
+        at = jnp.arange(width) < size
         query = plgpu.load(q.at[pl.ds(0, rows), pl.ds(0, width)], mask=row & at, other=0)
         first, end = bounds[0], bounds[1]
 

@@ -50,7 +50,9 @@ def _rows_kernel(
     at: Any, experts: Any, starts: Any, ends: Any, x: Any, w: Any, out: Any, *, block: int, transposed: bool
 ) -> None:
     visit = pl.program_id(0)
-    expert, first, depth = experts[visit], at[visit] * block, x.shape[1]
+    expert = experts[visit]
+    first = at[visit] * block
+    depth = x.shape[1]
     columns = pl.program_id(1) * COLUMNS + jnp.arange(COLUMNS)
 
     @pl.when(expert >= 0)
@@ -76,7 +78,8 @@ def _rows_kernel(
 
 
 def _kernels_kernel(starts: Any, ends: Any, x: Any, d_y: Any, out: Any, *, block: int) -> None:
-    expert, size = pl.program_id(0), out.shape[1:]
+    expert = pl.program_id(0)
+    size = out.shape[1:]
     deep, columns = (pl.program_id(1 + i) * COLUMNS + jnp.arange(COLUMNS) for i in range(2))
     first, last = starts[expert], ends[expert]
 
@@ -121,7 +124,8 @@ def expert_rows(
     x: [N, in], sorted by expert. w: [experts, in, out], or with `transposed` [experts, out, in]. counts: int32
     [experts].
     """
-    block, width = _block_rows(len(x), len(w)), w.shape[1 if transposed else 2]
+    block = _block_rows(len(x), len(w))
+    width = w.shape[1 if transposed else 2]
     visits = _visits(counts, len(x), block)
     kernel = functools.partial(_rows_kernel, block=block, transposed=transposed)
     grid = (len(visits[0]), pl.cdiv(width, COLUMNS))

@@ -32,8 +32,10 @@ def completion_loss(
     """
     shape = jnp.shape(inputs.logps)
     out = loss_output(loss, inputs, shape, what=f"kto loss '{name}'", element="completion", caller=__file__)
-    good, bad = present & inputs.desirable, present & ~inputs.desirable
-    reward, gain = inputs.beta * inputs.ratio, inputs.ratio - inputs.kl
+    good = present & inputs.desirable
+    bad = present & ~inputs.desirable
+    reward = inputs.beta * inputs.ratio
+    gain = inputs.ratio - inputs.kl
     metrics: dict[str, Metric] = {
         "rewards/chosen": Mean.of(reward, good),
         "rewards/rejected": Mean.of(reward, bad),

@@ -38,7 +38,8 @@ def build(config: KTOConfig, context: Context) -> Build:
     context.try_loss(lambda x: measure(KTOInputs(x, x, x > 0, x, config.beta), x > 0), logps)
     reads_kl: bool = KTO_LOSS.attribute(component, "reads_kl")
 
-    model, rows = context.model("lm"), referenced(context, "train_data")
+    model = context.model("lm")
+    rows = referenced(context, "train_data")
     desirable = int(rows.sample.values["label"].sum())
     context.warn(*balance_warnings(config, desirable, len(rows) - desirable))
     names = ("label", "kl") if reads_kl else ("label",)
@@ -78,7 +79,8 @@ def margin(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def require_partners(context: Context, updates: ExampleUpdates) -> None:
     """Raise InputError where an update has 1 row, whose prompt would be read with its own completion."""
-    size, count = context.config.total_batch_size, round(updates.epochs(updates.total) * len(updates.data))
+    size = context.config.total_batch_size
+    count = round(updates.epochs(updates.total) * len(updates.data))
     where, needs = f"stage '{context.name}'.total_batch_size", "the estimate of the KL needs 2 or more"
     if min(size, count) == 1:
         raise InputError(f"{where}: updates of 1 row, and {needs}")
@@ -102,7 +104,8 @@ class LabelEvaluation:
         self.labels = np.array([tree.sequence_values["label"][0] for tree in rows.trees])
 
     def __call__(self, state: TrainState) -> EvaluationMetrics:
-        params, reference = self.model.as_stored(state.params), self.rows.values["reference"]
+        params = self.model.as_stored(state.params)
+        reference = self.rows.values["reference"]
         near, logps = (jnp.asarray(x[:, 0]) for x in (reference.of(state), reference.read(params)))
         numbers = np.arange(len(logps))
         kl = 0.0 if self.estimate is None else self.estimate(params, self.rows.trees, numbers)

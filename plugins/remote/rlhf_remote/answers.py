@@ -34,7 +34,8 @@ class Answers:
     """
 
     def __init__(self, directory: Path, notes: Path) -> None:
-        self.directory, self._notes = directory, notes / UNANSWERED
+        self.directory = directory
+        self._notes = notes / UNANSWERED
         self._unanswered: dict[tuple[int, str], int] = {}
         if not self._notes.exists():
             return

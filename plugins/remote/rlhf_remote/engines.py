@@ -561,7 +561,8 @@ def problems(engine: Engine, needs: Needs) -> list[str]:
     if len(named) != 1:
         return [f"{engine.url} serves {', '.join(served)}: name one, sampler.model"]
     (name,) = named
-    length, config = served[name].length, _config(served[name].root)
+    length = served[name].length
+    config = _config(served[name].root)
     lines = [*_of_model(engine, needs, name, length, config), *_of_weights(engine, needs, config)]
     return [f"{engine.url}: {line}" for line in lines]
 

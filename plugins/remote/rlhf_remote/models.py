@@ -183,7 +183,8 @@ def complete(given: Generation, records: Records) -> list[dict[str, Any]]:
         if isinstance(prompts[i], str):
             route, body = "completions", {**body, "prompt": prompts[i]}
         else:
-            route, body = "chat/completions", {**body, **_chat(given, prompts[i], *for_template[i])}
+            route = "chat/completions"
+            body = {**body, **_chat(given, prompts[i], *for_template[i])}
         body["max_tokens"] = await room(remote, body)
         try:
             choices, _ = await remote.service.post(
@@ -290,7 +291,8 @@ def _choices(answer: Any, count: int) -> list[dict[str, Any]]:
         rows = []
         for choice in choices:
             message = choice.get("message") or {"content": choice.get("text")}
-            calls, content = message.get("tool_calls"), message.get("content") or ""
+            calls = message.get("tool_calls")
+            content = message.get("content") or ""
             if not isinstance(content, str):
                 raise TypeError
             rows.append(

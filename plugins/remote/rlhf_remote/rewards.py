@@ -110,7 +110,8 @@ class Http:
         self, prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log, **columns: Any
     ) -> list[Any]:
         """Return the service's scores, None for completions that it does not score."""
-        count, size = len(completions), self.batch_size
+        count = len(completions)
+        size = self.batch_size
         batches = [range(start, min(start + size, count)) for start in range(0, count, size)]
 
         async def ask(rows: range) -> tuple[list[Any] | None, int]:
@@ -354,7 +355,9 @@ class Judge:
 
     async def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Ask until an answer has a number: {answer, finish_reason, failures, unreadable}, the last two before it."""
-        failures, unreadable, tries = 0, 0, 1 if self._repeatable else 1 + self.retries
+        failures = 0
+        unreadable = 0
+        tries = 1 if self._repeatable else 1 + self.retries
         while True:
             try:
                 (text, finish_reason), failed = await self._service.post(self._url, body, _message)
@@ -415,7 +418,8 @@ def _message(answer: Any) -> tuple[str, str | None]:
     """Return the text of a chat completion, empty where there is none, and why it ended; "refusal" for a refusal."""
     try:
         choice = answer["choices"][0]
-        message, finish_reason = choice["message"], choice.get("finish_reason")
+        message = choice["message"]
+        finish_reason = choice.get("finish_reason")
         content, refusal = message.get("content"), message.get("refusal")
     except (LookupError, TypeError, AttributeError):
         raise ValueError("a chat completion") from None

@@ -98,7 +98,8 @@ class EngineSampler:
 
     def _temperature(self, engine: Any, needs: Needs) -> list[str]:
         """Ask for a token at temperature 2: its log-probability must not be the one at temperature 1."""
-        model, prompt = engine.base(self.model), [needs.largest]
+        model = engine.base(self.model)
+        prompt = [needs.largest]
         (drawn,) = engine.complete(model, prompt, 1, 0, Wanted(2.0, 1))
         if abs(engine.logps(model, [*prompt, *drawn.ids])[-1] - drawn.logps[0]) > SAME_LOGPS:
             return []
@@ -115,7 +116,8 @@ class EngineSampler:
 
     def command(self, model: Any, longest: int, ahead: int) -> str:
         """Write the command that starts an engine for this stage."""
-        source, lora = getattr(model, "source", None) or "MODEL", model.definition.lora
+        source = getattr(model, "source", None) or "MODEL"
+        lora = model.definition.lora
         url = httpx.URL(self.urls[0])
         port = url.port or 8000
         if self.engine == "rlhf":

@@ -285,7 +285,8 @@ class PublishingSampler:
 
         A turn's random numbers go by the number of its conversation and its own. Arguments as of `SamplerFunction`.
         """
-        contexts, turns = [np.asarray(prompt, np.int32) for prompt in prompts], [0] * len(prompts)
+        contexts = [np.asarray(prompt, np.int32) for prompt in prompts]
+        turns = [0] * len(prompts)
         asked: dict[Future[list[SampledCompletion]], int] = {}
         answering = set[int]()
 
@@ -341,7 +342,8 @@ class PublishingSampler:
         nearly certain of its own completions, and rounding does not have the same sign each time. The trainer knows all
         distributions in advance, so that it need not wait for the engine.
         """
-        place, definition = self.stations.index(station), self.inputs.definition
+        place = self.stations.index(station)
+        definition = self.inputs.definition
         with self._drawing[place]:
             if (policy.version, place) in self._drawn:
                 return
@@ -388,7 +390,8 @@ class PublishingSampler:
         self, policy: PublishedPolicy, ask: Callable[[Any, str], list[SampledCompletion]]
     ) -> list[SampledCompletion]:
         """Ask the engine with the least to do; where one does not answer, another."""
-        since, problem = time.monotonic(), ""
+        since = time.monotonic()
+        problem = ""
         exclusive = self.options.weights == "disk"
         while True:
             if self._closed:
@@ -457,7 +460,8 @@ class PublishingSampler:
             station.engine.load_adapter(policy.name, str(policy.path))
         else:
             station.engine.load_weights(str(policy.path), policy.name)
-        held, model = _read_probe(policy.path / PROBE_FILE), self._model(station, policy)
+        held = _read_probe(policy.path / PROBE_FILE)
+        model = self._model(station, policy)
         theirs = np.array([station.engine.logps(model, ids.tolist()) for ids in held["ids"]])
         difference = float(np.abs(theirs - held["logps"]).max())
         self._probes[policy.version] = held["logps"]
@@ -493,10 +497,13 @@ class PublishingSampler:
 
     def _require_temperature(self, station: Station, model: str, held: Any) -> None:
         """Raise RunError where tokens' log-probabilities are nearer to those at temperature 1 than to those asked."""
-        prompt, temperature = held["ids"][0].tolist(), self.wanted.temperature
-        wanted, words = Wanted(temperature, 1), self.inputs.definition.vocab_size
+        prompt = held["ids"][0].tolist()
+        temperature = self.wanted.temperature
+        wanted = Wanted(temperature, 1)
+        words = self.inputs.definition.vocab_size
         drawn = sample(station.engine, model, prompt, SHOWN_TOKENS, 0, wanted, words)
-        ids, theirs = [each.ids[0] for each in drawn], np.array([each.logps[0] for each in drawn])
+        ids = [each.ids[0] for each in drawn]
+        theirs = np.array([each.logps[0] for each in drawn])
         asked, plain = (log_softmax(held["last"] / t)[ids] for t in (temperature or 1.0, 1.0))
         if np.abs(theirs - plain).sum() < np.abs(theirs - asked).sum() / 2:
             raise RunError(
@@ -516,7 +523,8 @@ class PublishingSampler:
         stale = float(np.abs(theirs - self._probes[nearest]).mean()) < apart / 2
         if difference <= self.options.probe_tolerance and not stale:
             return
-        dtype, trainer = station.engine.facts().dtype, dtype_of(self.inputs.definition)
+        dtype = station.engine.facts().dtype
+        trainer = dtype_of(self.inputs.definition)
         if stale:
             what = (
                 "the adapter was not loaded" if self.options.weights == "adapter" else "it kept its weights"
@@ -561,7 +569,8 @@ class PublishingSampler:
 
         That of the stage itself, the default, is the stage's also where it was moved to.
         """
-        owner, file = str(self.inputs.directory), self.directory / OWNER_FILE
+        owner = str(self.inputs.directory)
+        file = self.directory / OWNER_FILE
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if self.options.directory is None:

@@ -173,7 +173,8 @@ class Service:
         read: raises ValueError, with what it expects, for JSON of another form. Raises RequestError if no request
         succeeds, and RunError for a wrong key or a wrong address.
         """
-        client, content = self.client(), json_bytes(body)
+        client = self.client()
+        content = json_bytes(body)
         async with self._slots:
             for failures in range(1, self.retries + 2):
                 wait = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT) * _jitter.uniform(0.5, 1.0)

@@ -66,7 +66,8 @@ def profile(
     unit = "characters" if tokenizer is None and not pretokenised else "tokens"
     if unit == "characters":
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises to install PyTorch
-        tokenizer, chat_template = Characters(), chat_template or "plain"
+        tokenizer = Characters()
+        chat_template = chat_template or "plain"
     # Trainers refuse files whose completions repeat their prompts; here they are only counted.
     options = TextOptions(chat_template, prompt_repeated=False)
     examples, lengths, facts = _MEASURES[kind](records, tokenizer, options, unit)
@@ -91,7 +92,8 @@ def _measure_pairs(records: Records, tokenizer: Any, template: TextOptions, unit
     pairs = data.encode_pairs(records, tokenizer, max_length=None, chat_template=template)
     start = pairs.prefixes
     chosen, rejected = (pairs.sequence_lengths - start[:, None]).T
-    longer, ties = float(np.mean(chosen > rejected)), float(np.mean(chosen == rejected))
+    longer = float(np.mean(chosen > rejected))
+    ties = float(np.mean(chosen == rejected))
     apart = int((2 * start + chosen + rejected).sum())
     facts = {
         "longer wins": f"chosen is longer in {percent(longer)} of the pairs, as long in {percent(ties)}",

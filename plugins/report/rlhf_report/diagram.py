@@ -87,7 +87,10 @@ def picture(stages: Sequence[ReportedStage]) -> Picture:
 
 
 def _straight(a: tuple[float, float], b: tuple[float, float], label: str) -> Arrow:
-    x1, y1, x2, y2 = a[0] + WIDTH, a[1] + HEIGHT / 2, b[0], b[1] + HEIGHT / 2
+    x1 = a[0] + WIDTH
+    y1 = a[1] + HEIGHT / 2
+    x2 = b[0]
+    y2 = b[1] + HEIGHT / 2
     middle = (x1 + x2) / 2
     path = f"M{x1:g} {y1:g}C{middle:g} {y1:g} {middle:g} {y2:g} {x2 - 2:g} {y2:g}"
     return Arrow(path, label, middle, (y1 + y2) / 2 - 8)
@@ -96,7 +99,9 @@ def _straight(a: tuple[float, float], b: tuple[float, float], label: str) -> Arr
 def _around(a: tuple[float, float], b: tuple[float, float], label: str, lane: float) -> Arrow:
     """Draw an arrow below the boxes in between, in its own lane."""
     r = 8
-    y, x1, x2 = a[1] + HEIGHT, a[0] + WIDTH * 0.6, b[0] + WIDTH * 0.4
+    y = a[1] + HEIGHT
+    x1 = a[0] + WIDTH * 0.6
+    x2 = b[0] + WIDTH * 0.4
     path = (
         f"M{x1:g} {y:g}V{lane - r:g}Q{x1:g} {lane:g} {x1 + r:g} {lane:g}"
         f"H{x2 - r:g}Q{x2:g} {lane:g} {x2:g} {lane - r:g}V{b[1] + HEIGHT + 2:g}"

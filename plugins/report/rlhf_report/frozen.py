@@ -59,11 +59,13 @@ def collect(watched: Watched, ids: Sequence[str]) -> dict[str, Any]:
 
 def _collect_run(watched: Watched, id: str, answers: dict[str, Any]) -> None:
     """Add a run, its stages' curves and results, and the rollouts, rows and evaluations of some updates."""
-    run, route = watched.run(id), f"api/runs/{quote(id, safe='')}"
+    run = watched.run(id)
+    route = f"api/runs/{quote(id, safe='')}"
     problems = dict.fromkeys(run["problems"])
     stages = []
     for stage in run["stages"]:
-        name, place = stage["name"], f"{route}/{quote(stage['name'], safe='')}"
+        name = stage["name"]
+        place = f"{route}/{quote(stage['name'], safe='')}"
         rows = watched.metrics(id, name, -math.inf, None)["rows"]
         answers[f"{place}/metrics"] = {"rows": thinned(rows)}
         answers[f"{place}/results"] = shortened(watched.results(id, name))

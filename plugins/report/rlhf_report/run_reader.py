@@ -167,7 +167,8 @@ def stage_sessions(
     """Reconstruct a stage's sessions from the events; without events, from stage.json."""
     sessions: list[Session] = []
     for event in log:
-        when, what = float(event["time"]), str(event.get("event", ""))
+        when = float(event["time"])
+        what = str(event.get("event", ""))
         if what in ("begun", "continued"):
             sessions.append(Session(when, None))
         elif what != "warning" and sessions and sessions[-1].ended is None:

@@ -189,7 +189,8 @@ def same_places(
     updates: tuple[int, int], early: Sequence[Described], late: Sequence[Described] | None
 ) -> Completions:
     """Pair completions at the same quantiles of the reward, from the lowest to the highest."""
-    before, after = _ordered(early), None if late is None else _ordered(late)
+    before = _ordered(early)
+    after = None if late is None else _ordered(late)
     sides = [
         {
             "place": name,

@@ -83,7 +83,8 @@ def _rewards(
     if len(both) < FEWEST:
         return f"{text}. So few prompts say nothing about others."
     half = t_quantile(len(both) - 1) * change.std(ddof=1) / np.sqrt(len(both))
-    low, high = change.mean() - half, change.mean() + half
+    low = change.mean() - half
+    high = change.mean() + half
     verdict = "which may be noise: the interval contains 0"
     if low > 0:
         verdict = IMPROVED
@@ -135,7 +136,8 @@ def _loss_of_rows(before: Sequence[float | None], after: Sequence[float | None])
     first, last = np.array(both, np.float64).T
     change = last - first
     half = t_quantile(len(both) - 1) * change.std(ddof=1) / np.sqrt(len(both))
-    low, high = change.mean() - half, change.mean() + half
+    low = change.mean() - half
+    high = change.mean() + half
     noise = "" if low > 0 or high < 0 else ", which may be noise"
     return (
         f" It fell for {np.count_nonzero(change < 0):,} of {len(both):,} held-out rows: a change of "
@@ -145,7 +147,8 @@ def _loss_of_rows(before: Sequence[float | None], after: Sequence[float | None])
 
 def t_quantile(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t, within 1 % from 3 degrees of freedom (Fisher's expansion)."""
-    z, n = Z, float(freedom)
+    z = Z
+    n = float(freedom)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

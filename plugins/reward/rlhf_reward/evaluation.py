@@ -133,7 +133,8 @@ class Preview:
     def _show(self, step: int, scores: np.ndarray) -> None:
         rows = []
         for i, texts in zip(self.shown, self.texts, strict=True):
-            place, (chosen, rejected) = self.evaluate.pairs.where(i), map(float, scores[i])
+            place = self.evaluate.pairs.where(i)
+            chosen, rejected = map(float, scores[i])
             numbers = {"chosen_score": chosen, "rejected_score": rejected}
             rows.append({"row": place, **texts, **numbers, "margin": float(self.evaluate.margins[i])})
             self.stage.say(f"{place}  {_cut(texts['prompt'], end=True)}")

@@ -45,7 +45,8 @@ def pairwise_loss(
     margin = (
         jnp.zeros_like(chosen) if margin is None else jnp.asarray(margin, jnp.float32).reshape(chosen.shape)
     )
-    pairs, present = PairInputs(chosen, rejected, margin), jnp.ones(chosen.shape, bool)
+    pairs = PairInputs(chosen, rejected, margin)
+    present = jnp.ones(chosen.shape, bool)
     name, component = _named(loss)
     value, metrics, _ = pair_loss(component, pairs, present, center_rewards_coefficient, name=name)
     return value.result(), {k: metric.result() for k, metric in metrics.items()}

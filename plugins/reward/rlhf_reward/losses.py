@@ -42,7 +42,8 @@ class Conservative:
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
 
     def __call__(self, inputs: PairInputs) -> LossOutput:
-        d, e = difference(inputs), self.label_smoothing
+        d = difference(inputs)
+        e = self.label_smoothing
         return LossOutput(-(1 - e) * jax.nn.log_sigmoid(d) - e * jax.nn.log_sigmoid(-d))
 
 

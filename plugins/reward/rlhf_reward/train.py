@@ -58,7 +58,8 @@ def build(config: RewardConfig, context: Context) -> Build:
             found = reader(model.as_stored(state.params), train.trees[:STATISTICS_PAIRS], group=2)
             metrics = None
         else:
-            found, metrics = held_out[0].scores(state), finite(held_out[0].known(state))
+            found = held_out[0].scores(state)
+            metrics = finite(held_out[0].known(state))
         contract = Scorer.contract_of(
             context, model, read_at=config.read_at, scores=found, evaluation=metrics
         )

@@ -161,11 +161,13 @@ def _parse_claim(text: str, start: int) -> Number | None:
             close = end + len(text[end : end + 9]) - len(text[end : end + 9].lstrip(") "))
             after = _EQUALS.match(text, close)
             if after is not None:
-                start, calculated = after.end(), False
+                start = after.end()
+                calculated = False
                 break
             after = _OPERATOR.match(text, close)
             if after is not None:
-                start, calculated = after.end(), True
+                start = after.end()
+                calculated = True
                 break
         else:
             hedged = any(_AGAIN.match(text, at) for at in _word_starts(text, place.end, unit.end()))
@@ -209,7 +211,8 @@ def _place(text: str, run: re.Match[str]) -> _Place:
     value: Fraction | None
     mixed = _MIXED.match(text, start)
     if mixed is not None and " " not in run[0]:
-        value, end = _mixed_fraction(mixed), mixed.end()
+        value = _mixed_fraction(mixed)
+        end = mixed.end()
     else:
         digits = run[0]
         if " " in digits and not _GROUPED.fullmatch(digits):  # several numbers: the last one
@@ -351,5 +354,6 @@ def last_box(text: str) -> str | None:
         if brace[0] != "}":
             begun.append(brace.end() if brace["box"] else None)
         elif begun and (inside := begun.pop()) is not None and inside > start:
-            start, end = inside, brace.start()
+            start = inside
+            end = brace.start()
     return text[start:end] if start >= 0 else None

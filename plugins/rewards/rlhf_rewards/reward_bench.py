@@ -78,7 +78,8 @@ def share(total: float, count: int) -> Estimate:
     """
     if not count:
         return Estimate(math.nan, math.nan, math.nan)
-    p, z = min(max(total / count, 0.0), 1.0), NORMAL_95
+    p = min(max(total / count, 0.0), 1.0)
+    z = NORMAL_95
     middle = p + z * z / (2 * count)
     half = z * math.sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
     scale = 1 + z * z / count
@@ -148,7 +149,8 @@ def ties_score(rows: Sequence[TiesRow]) -> TiesScore:
     if not shared:
         return TiesScore(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
     ref, tied = (np.array([gaps[kind][prompt] for prompt in shared], np.float64) for kind in gaps)
-    spread, least = np.array([spreads[prompt] for prompt in shared], np.float64), np.minimum(ref, tied)
+    spread = np.array([spreads[prompt] for prompt in shared], np.float64)
+    least = np.minimum(ref, tied)
     with np.errstate(divide="ignore", invalid="ignore"):
         order = np.nan_to_num(np.tanh(least / spread - 1))
     accurate = [np.array(list(gaps[kind].values())) > 0 for kind in gaps]

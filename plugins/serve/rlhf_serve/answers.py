@@ -536,7 +536,8 @@ def generate_choice(
 
 
 def _generated(pending: PendingCompletion, i: int) -> dict[str, Any]:
-    token, logp = pending.tokens[i], finite(pending.logps[i])
+    token = pending.tokens[i]
+    logp = finite(pending.logps[i])
     ids, logps = pending.likeliest[i] if pending.likeliest else ([], [])
     ranks = {each: rank for rank, each in enumerate(ids, 1)}
     top = [{"token_id": token, "logprob": logp, "rank": ranks.get(token)}]

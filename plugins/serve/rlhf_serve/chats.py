@@ -90,7 +90,8 @@ def _text(
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[str, bool]:
     """Render messages; also, whether the tokenizer adds special tokens to the text."""
-    encoder, tools = target.served.encoder, body.tools or None
+    encoder = target.served.encoder
+    tools = body.tools or None
     if not body.continue_final_message:
         return encoder.text(messages, open_turn=body.add_generation_prompt, tools=tools, kwargs=kwargs)
     last = messages[-1]

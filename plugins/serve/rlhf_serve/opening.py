@@ -200,5 +200,6 @@ def _memory(model: Model) -> int | None:
     if device.platform == "cpu":
         return None
     stats = device.memory_stats() or {}
-    limit, used = stats.get("bytes_limit"), stats.get("bytes_in_use", 0)
+    limit = stats.get("bytes_limit")
+    used = stats.get("bytes_in_use", 0)
     return None if limit is None else int((limit - used) * 0.9)

@@ -128,7 +128,8 @@ async def _serve(server: Server, app: Any, listener: socket.socket, drain_second
 async def _drain(server: Server, received: list[signal.Signals], seconds: float) -> None:
     """Let requests end that have begun, at most so long; refuse others."""
     server.draining = True
-    count, loop = server.requests, asyncio.get_running_loop()
+    count = server.requests
+    loop = asyncio.get_running_loop()
     have = "has" if count == 1 else "have"
     echo(
         f"stopping ({received[0].name}): {counted(count, 'requests')} in flight {have} {seconds:g} s to end",

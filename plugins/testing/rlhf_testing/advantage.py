@@ -90,7 +90,8 @@ def smaller(table: NDArray[Any]) -> Iterator[NDArray[Any]]:
 
 def _by_completion(advantage: Any, inputs: AdvantageInputs) -> NDArray[Any]:
     """Call an advantage; of one per token return the mean over the completion's tokens."""
-    values, lengths = np.asarray(advantage(inputs)), np.asarray(inputs.lengths)
+    values = np.asarray(advantage(inputs))
+    lengths = np.asarray(inputs.lengths)
     if values.ndim == 2:
         return values
     there = np.arange(values.shape[2]) < lengths[..., None]
@@ -133,7 +134,8 @@ def _within(rewards: Any, values: tuple[float, float] | Set[float] | None) -> ND
 
 def _require_output(advantage: Any, table: NDArray[Any]) -> None:
     inputs = example(table)
-    shape, longest = inputs.rewards.shape, int(np.max(inputs.lengths))
+    shape = inputs.rewards.shape
+    longest = int(np.max(inputs.lengths))
     try:
         out = advantage(example(table))
     except (IndexError, ValueError, TypeError) as error:

@@ -126,7 +126,8 @@ def _open(environment: Any, options: Mapping[str, Any], timeout: float | None) -
     made: Callable[[], Any]
     try:
         if isinstance(environment, str):
-            registry, name = plugins.load().registry, environment
+            registry = plugins.load().registry
+            name = environment
             made = partial(registry.get, ENVIRONMENT, name, **options)
         elif inspect.isclass(environment) or inspect.isroutine(environment):
             name = environment.__name__
@@ -200,7 +201,8 @@ class _Episode:
 
     def step(self, completion: Message) -> Turn:
         """Give the environment a completion. Raises Broken for what it raises, or returns that is no turn."""
-        place, message = f"turn {len(self.turns) + 1}", copy.deepcopy(dict(completion))
+        place = f"turn {len(self.turns) + 1}"
+        message = copy.deepcopy(dict(completion))
         self.shown["completions"].append(completion)
         value = self._call("step", place, message)
         if message != completion:
@@ -291,7 +293,8 @@ def _require_same_in_turns(
 
     shared: what all episodes shared, and the values that it had.
     """
-    first, second = _Episode(calls, rows, 0), _Episode(calls, rows, len(rows) - 1)
+    first = _Episode(calls, rows, 0)
+    second = _Episode(calls, rows, len(rows) - 1)
     turned = [*lines[1:], *lines[:1]]
     for turn in range(len(alone.turns)):
         if not first.over:
@@ -416,7 +419,8 @@ def _warn_unsendable(calls: EnvironmentCalls, episode: _Episode) -> None:
 @contextmanager
 def _moment(number: int) -> Iterator[None]:
     """Run the block with global random numbers of this moment, and unless it is 0 with another clock and time zone."""
-    states, zone = (random.getstate(), np.random.get_state()), os.environ.get("TZ")
+    states = (random.getstate(), np.random.get_state())
+    zone = os.environ.get("TZ")
     clock, clock_ns = time.time, time.time_ns
 
     def in_a_year() -> float:

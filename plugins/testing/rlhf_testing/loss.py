@@ -107,7 +107,8 @@ def _require_finite(kind: LossKind, run: Measured, part: slice, what: str, input
 
 def _require_output(kind: LossKind, loss: Any, inputs: Any) -> None:
     """Raise Broken unless the loss returns a LossOutput with one value per element."""
-    out, shape = loss(inputs), np.shape(kind.used(inputs))
+    out = loss(inputs)
+    shape = np.shape(kind.used(inputs))
     if not isinstance(out, LossOutput):
         raise Broken(f"it returned {type(out).__name__}; return LossOutput(values, {{name: metric}})")
     if jnp.shape(out.loss) != shape:

@@ -168,10 +168,12 @@ def _cache(definition: Definition, params: Any, tokens: Any, whole: Any) -> None
                 f"prefill of one row returns a cache with an array {list(x.shape)}; rows must be the first axis"
             )
     # Two rows, with fewer slots than tokens and padding, so that the ring wraps around.
-    length, first = FIRST, FIRST - 2
+    length = FIRST
+    first = FIRST - 2
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), read)
     cache = jax.jit(definition.ring, static_argnums=1)(twice, length, np.int32(first))
-    prepared, decode = definition.prepare(params), jax.jit(definition.decode)
+    prepared = definition.prepare(params)
+    decode = jax.jit(definition.decode)
     own, longer = (definition.ring(twice, size, 0) for size in (FIRST - prompt, FIRST))
     alike = jax.tree.map(lambda x, y: x.shape == y.shape, own, longer)  # states, which begin as the prompt's
     own = jax.tree.map(lambda state, x: x if state else jnp.zeros_like(x), alike, own)

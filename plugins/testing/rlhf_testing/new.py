@@ -102,9 +102,11 @@ def write(
     usage: dict[str, str] = {}
     for each in components:
         if several:
-            file, module = source / f"{each.module}.py", f"{package}.{each.module}"
+            file = source / f"{each.module}.py"
+            module = f"{package}.{each.module}"
         else:
-            file, module = source / "__init__.py", package
+            file = source / "__init__.py"
+            module = package
         values = _values(each, module)
         filled.append(values)
         texts[file] = _filled(f"{each.folder}/component.py.txt", values)

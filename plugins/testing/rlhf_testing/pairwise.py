@@ -35,7 +35,8 @@ def check_pairwise_loss(loss: Any) -> None:
     __tracebackhide__ = True
     findings = Findings("pairwise loss", loss)
     base = _pairs(CHOSEN, REJECTED, MARGIN)
-    zero, far = np.zeros(6), np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
+    zero = np.zeros(6)
+    far = np.array([1.0, -1.0, 1.0, 0.0, -1.0, 0.0]) * EXTREME
     cases = {
         "ordinary values": base,
         f"scores of ±{EXTREME:g}": _pairs(far, far[::-1], zero),
@@ -72,7 +73,8 @@ def _pairs(chosen: Any, rejected: Any, margin: Any) -> PairInputs:
 
 
 def _require_independent(run: Measured, inputs: PairInputs) -> None:
-    whole, count = run(inputs), len(inputs.chosen)
+    whole = run(inputs)
+    count = len(inputs.chosen)
     parts = ("value", "gradient of the chosen score", "gradient of the rejected score")
     for rows in ([*range(count)][::-1], [count // 2]):
         changed = PairInputs(*(x[np.array(rows)] for x in inputs))

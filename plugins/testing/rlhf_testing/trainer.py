@@ -135,7 +135,8 @@ def _outputs(case: Case, whole: Ran) -> None:
         if kind in HEADS:
             mesh = make_mesh(devices=jax.devices()[:1])
             model = load_model(path, HEADS[kind], mesh=mesh, registry=plugins.installed_registry())
-            ids, mask = np.array([[3, 4, 5]]), np.ones((1, 3), int)
+            ids = np.array([[3, 4, 5]])
+            mask = np.ones((1, 3), int)
             compute = model.logits if kind == "language_model" else model.scores
             require_finite(compute(ids, mask), f"'{name}': its outputs")
 
@@ -208,7 +209,8 @@ def _mesh(case: Case, whole: Ran) -> None:
     if not math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-4):
         raise Broken(f"the first loss is {first:.6g} on one device and {other:.6g} on {count}")
     for name, artifact in whole.outputs.items():
-        one, many = weights(artifact.path), weights(spread.outputs[name].path)
+        one = weights(artifact.path)
+        many = weights(spread.outputs[name].path)
         size = math.sqrt(sum(float(np.square(x).sum()) for x in one.values()))
         apart = math.sqrt(sum(float(np.square(x - many[n]).sum()) for n, x in one.items()))
         if apart > NEAR * size:

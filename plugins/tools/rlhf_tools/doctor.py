@@ -99,7 +99,8 @@ def devices() -> Iterator[Finding]:
     """What jax finds, and an accelerator that it does not use."""
     import jax
 
-    log, tracebacks = logging.getLogger("jax._src.xla_bridge"), Tracebacks()
+    log = logging.getLogger("jax._src.xla_bridge")
+    tracebacks = Tracebacks()
     log.addFilter(tracebacks)
     try:
         found: Sequence[Any] = jax.devices()

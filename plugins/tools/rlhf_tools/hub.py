@@ -179,7 +179,8 @@ def _loading(repository: str, adapter: str | None) -> Iterator[str]:
 
 def _ancestors(stage: Path) -> Iterator[StageDirectory]:
     """Yield the stage in a directory and those of its run that its models come from, each once."""
-    waiting, seen = [stage], set()
+    waiting = [stage]
+    seen = set()
     while waiting:
         directory = waiting.pop(0)
         if directory in seen or not (directory / "stage.json").is_file():
@@ -252,7 +253,8 @@ def _metric_rows(stage: StageDirectory) -> list[str]:
             continue
         interval = ""
         if name == "eval_accuracy" and pairs:
-            share, z = value, Z**2 / pairs
+            share = value
+            z = Z**2 / pairs
             half = Z * math.sqrt(share * (1 - share) / pairs + z / (4 * pairs)) / (1 + z)
             centre = (share + z / 2) / (1 + z)
             interval = f"[{centre - half:.4f}, {centre + half:.4f}], {pairs:,} pairs"

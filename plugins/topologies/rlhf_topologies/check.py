@@ -66,7 +66,8 @@ def _problems(found: Mapping[str, Any]) -> list[str]:
 
 def _print(found: Mapping[str, Any]) -> None:
     """Print what was compiled for some devices, stage by stage."""
-    chip, axes = found["chip"], ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
+    chip = found["chip"]
+    axes = ", ".join(f"{axis} {size}" for axis, size in found["mesh"].items())
     kernels = f"kernels of {found['kernels']}" if found["kernels"] else "no kernels: pip install rlhf-kernels"
     echo(
         f"\non {found['on']}: {found['devices']} × {format_bytes(chip['memory'])}, of which arrays may take "

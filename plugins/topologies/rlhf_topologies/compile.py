@@ -58,7 +58,8 @@ def compile_pipeline(
     Raises InputError with every problem of the pipeline.
     """
     topology = parse(job["on"])
-    cache, stages = FactsCache(topology), {}
+    cache = FactsCache(topology)
+    stages = {}
     with planned_devices(topology):
         host = plugins.load(files=[Path(file) for file in job["plugins"]])
         planned = plan(read(job["pipeline"], sets=job["sets"], dir=job["dir"]), host)

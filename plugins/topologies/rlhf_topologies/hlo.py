@@ -157,7 +157,8 @@ class ProgramReader:
                 current[each.name] = each
         partitions = re.search(r"num_partitions=(\d+)", text[:20_000])
         self.devices = int(partitions[1]) if partitions else 1
-        self.trips, self.machine = trips, machine or self.devices
+        self.trips = trips
+        self.machine = machine or self.devices
         self._done: dict[str, Counts] = {}
 
     def of(self, name: str) -> Counts:
@@ -171,7 +172,8 @@ class ProgramReader:
 
     def outer_loops(self, name: str | None = None) -> list[str]:
         """Return the outermost loop bodies without a known number of rounds."""
-        inside, bodies = self.computations[name or self.entry], []
+        inside = self.computations[name or self.entry]
+        bodies = []
         for each in inside.values():
             if each.opcode == "while" and self._rounds(each, inside) is None:
                 bodies += called_by(each)
@@ -218,7 +220,8 @@ class ProgramReader:
 
     def _one(self, each: Instruction, inside: Computation) -> Counts:
         """Count one instruction with what it calls."""
-        total, called = Counts(), called_by(each)
+        total = Counts()
+        called = called_by(each)
         if each.opcode == "while":
             known = self._rounds(each, inside)
             rounds = self.trips if known is None else known
@@ -426,7 +429,8 @@ def _fusion_bytes(each: Instruction, inside: Computation, body: Computation) -> 
         return body[name]
 
     root = source(_root(body).name)
-    total, in_place = _traffic(each.shape), ""
+    total = _traffic(each.shape)
+    in_place = ""
     if root.opcode == "dynamic-update-slice":
         total = 2 * _traffic(body[root.operands[1]].shape)
         in_place = source(root.operands[0]).name

@@ -32,7 +32,8 @@ def _move(definition: Any, mesh: Any, tensor: int, params: Any) -> Program:
 def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
     definition, mesh, room = sampler.definition, sampler.mesh, sampler.room
     time = bucket(sampler.max_prompt_length, sampler.max_prompt_length)
-    longest, sequences = sampler.options.max_completion_length, room.prompts * sampler.num_generations
+    longest = sampler.options.max_completion_length
+    sequences = room.prompts * sampler.num_generations
     weights, moving = params, []
     if sampler.shares_layers:
         weights = abstract_weights(definition, mesh)
@@ -55,8 +56,10 @@ def _completions(sampler: Sampler, params: Any, prompts: int) -> list[Program]:
 
 def _conversations(sampler: ConversationSampler, params: Any, prompts: int) -> list[Program]:
     program, room = sampler.program, sampler.room
-    conversations, model = prompts * sampler.num_generations, program.definition
-    rows, chunk = program.slots * program.shards, program.chunks[-1]
+    conversations = prompts * sampler.num_generations
+    model = program.definition
+    rows = program.slots * program.shards
+    chunk = program.chunks[-1]
     fed = program.rows(chunk) * program.shards
     pieces = -(-sampler.max_prompt_length // chunk)
     steps = -(-conversations // rows) * sampler.conversation_length

@@ -146,7 +146,8 @@ def advise(
             large.append(each)
     if not large:
         return lines
-    usable, held = topology.chip.usable, sum(resident.values())
+    usable = topology.chip.usable
+    held = sum(resident.values())
     if held > usable / 2:
         lines.append(
             f"{format_bytes(held)} of {format_bytes(usable)} are the stage's {', '.join(resident)}: "

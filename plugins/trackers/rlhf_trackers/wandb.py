@@ -224,7 +224,9 @@ def _last_written(directory: Path, run_id: str) -> int:
     for file in directory.glob(f"wandb/offline-run-*/run-{run_id}.wandb"):
         from wandb.proto.wandb_internal_pb2 import Record
 
-        content, at, record = file.read_bytes(), 7, b""
+        content = file.read_bytes()
+        at = 7
+        record = b""
         while at + 7 <= len(content):
             size, kind = struct.unpack_from("<HB", content, at + 4)
             part = content[at + 7 : at + 7 + size]

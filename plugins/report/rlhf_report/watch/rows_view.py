@@ -171,7 +171,8 @@ def evaluation_of(
     of = "margin" if {"chosen", "rejected"} <= set(names) else next(iter(names), None)
     for row in rows:
         values = _values(row)
-        now, then = _quantity(values, of), _quantity(_values(before.get(_key(row), {})), of)
+        now = _quantity(values, of)
+        then = _quantity(_values(before.get(_key(row), {})), of)
         described = _held_out(row, files, texts, leaked)
         found.append(described | {"values": values, "change": _difference(now, then)})
     return {

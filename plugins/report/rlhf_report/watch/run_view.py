@@ -114,7 +114,8 @@ class WatchedRun:
         """Describe the run."""
         mark = fingerprint(self.path)
         if not self._answer or mark != self._mark:
-            self._answer, self._mark = self._made(), mark
+            self._answer = self._made()
+            self._mark = mark
         return self._answer
 
     def reported(self, run: RunDirectory) -> ReportedRun:
@@ -137,7 +138,8 @@ class WatchedRun:
         rows = lines.rows
         times = [when for row in (rows[:1] + rows[-1:]) if (when := number_of(row, "time"))]
         updates = next((step for row in reversed(rows) if (step := number_of(row, "step")) is not None), 0)
-        planned, saved = number(stage.plan.get("updates")), stage.best.get("model")
+        planned = number(stage.plan.get("updates"))
+        saved = stage.best.get("model")
         is_last = saved == stage.best.get("updates", saved)
         return ReportedStage(
             stage,

@@ -36,7 +36,8 @@ def shown(text: str) -> str:
 
 def show(directories: Sequence[Path]) -> None:
     """Show the table until Ctrl-C; once where the output is no terminal."""
-    watched, console = Watched(directories), Console()
+    watched = Watched(directories)
+    console = Console()
     if not console.is_terminal:
         watched.runs()
         if watched.alarms is not None:

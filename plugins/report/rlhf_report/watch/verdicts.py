@@ -198,10 +198,12 @@ def _broken(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
 
 
 def _entropy(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
-    points, quarters = metrics.get("entropy"), _quarters(metrics.get("entropy"))
+    points = metrics.get("entropy")
+    quarters = _quarters(metrics.get("entropy"))
     if points is None or not quarters:
         return []
-    began, now = float(points.values[0]), quarters[-1]
+    began = float(points.values[0])
+    now = quarters[-1]
     went = f"entropy went from {number(began)} nats per token to {number(now)}"
     low = points.steps[points.values < COLLAPSED * began]
     may_collapse = course.is_far or not course.has_risen  # else it has learnt its task
@@ -224,7 +226,8 @@ def _reward(metrics: Mapping[str, Points], course: Course) -> Sentence:
 def _distance(metrics: Mapping[str, Points], course: Course) -> list[Sentence]:
     if not course.kl:
         return []
-    points, rate = metrics["kl"], metrics.get("learning_rate")
+    points = metrics["kl"]
+    rate = metrics.get("learning_rate")
     away = f"The policy is {number(course.kl[-1])} nats per token away from the reference"
     if course.is_lost:
         return [warn(f"{away}, and no better for it.", HARM, "update", points.steps[-1])]
@@ -347,14 +350,17 @@ def _accuracy(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Say whether a model tells chosen from rejected, held out or, where nothing is, in training."""
     found = []
     for held_out in ACCURACIES:
-        judged, trained = metrics.get(held_out), metrics.get(held_out.removeprefix("eval_"))
+        judged = metrics.get(held_out)
+        trained = metrics.get(held_out.removeprefix("eval_"))
         quarters = _quarters(trained)
         if trained is None or not quarters or len(trained.values) < PATIENCE:
             continue
         right = f"In {quarters[-1]:.1%} of the training pairs of the last quarter the chosen reply has the higher score"
         share, kind, seen = quarters[-1], "rows", trained.steps[-1]
         if judged is not None and len(judged.values) > 1:
-            share, kind, seen = float(judged.values[-1]), "evaluation", judged.steps[-1]
+            share = float(judged.values[-1])
+            kind = "evaluation"
+            seen = judged.steps[-1]
             right += f", and in {share:.1%} of the held-out pairs"
         wrong = "chosen and rejected the wrong way round"
         if share < REVERSED:
@@ -375,7 +381,8 @@ def _overfitting(metrics: Mapping[str, Points]) -> list[Sentence]:
     if held_out is None or train is None or len(held_out.values) < 3 or len(train.values) < LEAST:
         return []
     least = int(held_out.values.argmin())
-    low, last = float(held_out.values[least]), float(held_out.values[-1])
+    low = float(held_out.values[least])
+    last = float(held_out.values[-1])
     since = train.values[train.steps > held_out.steps[least]]
     when = f"update {held_out.steps[least]:,.0f}"
     if (
@@ -393,7 +400,8 @@ def _overfitting(metrics: Mapping[str, Points]) -> list[Sentence]:
 
 def _cut(metrics: Mapping[str, Points]) -> list[Sentence]:
     """Say whether most completions are cut at the limit."""
-    cut, longest = _quarters(metrics.get("completions/clipped_ratio")), metrics.get("completions/max_length")
+    cut = _quarters(metrics.get("completions/clipped_ratio"))
+    longest = metrics.get("completions/max_length")
     if not cut:
         return []
     text = f"In the last quarter of the updates {cut[-1]:.0%} of the completions are cut"

@@ -125,9 +125,11 @@ class Watched:
         if wanted.finish or (wanted.where and wanted.is_bounded):
             every = (wanted.of(group) for group in index.groups(found))
             kept = in_order([group for group in every if group["completions"]], wanted.sort)
-            total, groups = len(kept), kept[wanted.offset : end]
+            total = len(kept)
+            groups = kept[wanted.offset : end]
         else:
-            total, groups = len(found), list(map(wanted.of, index.groups(found[wanted.offset : end])))
+            total = len(found)
+            groups = list(map(wanted.of, index.groups(found[wanted.offset : end])))
         ones = [one for group in groups for one in group["completions"]]
         return {
             "rollout": None,

@@ -119,7 +119,8 @@ def draw_orders(
 
 def pair(shop: Shop, order: ShopOrder, mistake: str, *, flip: bool) -> dict[str, str]:
     """Make a preference row; replies begin with the space after the prompt. `flip` prefers the careless reply."""
-    good, bad = f" {order.reply()}", f" {shop.careless(order, [mistake])}"
+    good = f" {order.reply()}"
+    bad = f" {shop.careless(order, [mistake])}"
     chosen, rejected = (bad, good) if flip else (good, bad)
     return {"prompt": order.prompt, "chosen": chosen, "rejected": rejected, "mistake": mistake}
 

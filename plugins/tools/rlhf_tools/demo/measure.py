@@ -39,7 +39,8 @@ SHOWN = 3
 
 def proportion(successes: int, trials: int) -> Estimate:
     """A share with Wilson's interval (Wilson 1927), which holds near 0 and 1 too."""
-    share, z = successes / trials, Z**2 / trials
+    share = successes / trials
+    z = Z**2 / trials
     centre = (share + z / 2) / (1 + z)
     half = Z * math.sqrt(share * (1 - share) / trials + z / (4 * trials)) / (1 + z)
     # At 0 and 1 one end of the interval is the share itself, up to rounding.
