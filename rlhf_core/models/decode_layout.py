@@ -101,7 +101,7 @@ def tensor_parallel(decoder: Decoder) -> TensorParallel:
 
 
 def _divisible(decoder: Decoder, config: DecoderConfig) -> list[int]:
-    """List the numbers of a layer that the devices which share its heads must divide."""
+    """List the sizes of a layer that the number of devices sharing its heads must divide."""
     heads = layer_of(config).mixer.heads(config)
     numbers = [heads, config.experts or config.intermediate_size, config.shared_size]
     if decoder.quantized in (None, "int8"):

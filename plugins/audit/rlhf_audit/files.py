@@ -341,7 +341,7 @@ def logged_rewards(subject: Subject) -> Check:
             continue
         start, before = before, step
         if start % each or step % each:
-            continue  # a row of a part of a rollout
+            continue  # it covers only a part of a rollout
         numbers = range(start // each, step // each)
         if not numbers or any(number not in sums for number in numbers):
             continue

@@ -120,7 +120,7 @@ def _pairs(evaluations: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _losses(stage: ReportedStage, evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Say what the held-out loss was, and how that of each row changed where two evaluations have them."""
+    """Say what the held-out loss was, and how the losses of rows changed between two evaluations that have them."""
     text = _loss(stage)
     lost = [row["row_losses"] for row in evaluations if "row_losses" in row]
     if text and len(lost) == 2:

@@ -105,7 +105,7 @@ def built_programs(build: Callable[[Any, Context], Build], context: OnShapes) ->
 
 
 def _training_on_data(made: Build, state: TrainState, config: TrainerConfig) -> list[Program]:
-    """Describe updates of data, of which the first ones are known."""
+    """Describe the programs of updates over data, whose first batches are known."""
     updates: Any = made.updates
     first = (updates.update(step, state).batches for step in range(min(FIRST_UPDATES, updates.total)))
     batches = loads(first, updates.shapes())
