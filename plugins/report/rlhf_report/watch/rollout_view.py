@@ -291,7 +291,9 @@ def _token_advantages(rollout: Sampled, i: int, mask: np.ndarray) -> list[float 
     if array is not None and array.ndim > 1 and len(array) > i:
         return _numbers(array[i, : len(mask)], mask)
     one = rollout.advantages[i]
-    return None if one is None else [one if there else None for there in mask]
+    if one is None:
+        return None
+    return [one if there else None for there in mask]
 
 
 def _prompt(rollout: Sampled, i: int) -> list[int] | None:
