@@ -179,6 +179,7 @@ class ConfigFields:
         value = self.number(name, 1.0)
         if value <= 0:
             self.problem(f"{name} must be positive; it is {shown(value)}")
+            return 1.0  # what reads on may divide by it
         return value
 
     def switch(self, rule: bool | str) -> bool:

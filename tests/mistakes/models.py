@@ -132,6 +132,7 @@ FIELDS = [
     config({"head_dim": 5}),
     config({"hidden_act": "relu6"}),
     config({"hidden_act": ["silu"]}),
+    config({"query_pre_attn_scalar": 0}, of="gemma2"),
     config({"rms_norm_eps": "tiny"}),
     config({"attention_bias": "yes"}),
     config({"use_bidirectional_attention": True}),
